@@ -1,0 +1,1 @@
+"""The seam between a GPU and no GPU: one protocol, two implementations."""

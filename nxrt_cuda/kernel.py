@@ -1,0 +1,208 @@
+"""The contract between the runtime and kernel objects, and the registry of operators.
+
+A kernel object is made once for a node (:func:`create_kernel`), executed many times, and may be
+recorded into a graph when :meth:`Kernel.capture_support` says so. ``execute`` is stream-ordered: it
+enqueues work on the runtime's compute stream and returns; no kernel object ever waits for the
+device. The first execution compiles and sizes the workspace, so it must happen before a capture.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nxrt_cuda.dtype import DataType
+from nxrt_cuda.errors import UnsupportedError
+from nxrt_cuda.node import Node
+from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
+
+if TYPE_CHECKING:
+    from nxrt_cuda.runtime import CudaRuntime
+
+__all__ = [
+    "CaptureErrorCode",
+    "CaptureSupport",
+    "DeviceGraphResource",
+    "Kernel",
+    "KernelFactory",
+    "WorkspaceRequirement",
+    "create_kernel",
+    "register",
+    "registered_ops",
+    "unsupported_reason",
+]
+
+Shape = tuple[int, ...]
+
+
+class CaptureErrorCode(IntFlag):
+    """What kernels latch into the capture-error word: a device value that they had to clamp.
+
+    Kernels receive the values as macros, so that this is their only definition.
+    """
+
+    NONE = 0
+    TOTAL_LENGTH = 1
+    PAST_LENGTH = 2
+
+
+@dataclass(frozen=True)
+class CaptureSupport:
+    """Whether a kernel may be recorded into a graph now, and if not, why. Truthy when supported."""
+
+    reason: str | None = None
+
+    @property
+    def is_supported(self) -> bool:
+        return self.reason is None
+
+    def __bool__(self) -> bool:
+        return self.is_supported
+
+    def __str__(self) -> str:
+        return "Supported" if self.reason is None else f"Unsupported: {self.reason}"
+
+    @classmethod
+    def supported(cls) -> CaptureSupport:
+        return cls()
+
+    @classmethod
+    def unsupported(cls, reason: str) -> CaptureSupport:
+        return cls(reason)
+
+
+@dataclass(frozen=True)
+class WorkspaceRequirement:
+    """Scratch that the *caller* has to provide; a kernel that owns its scratch asks for none.
+
+    Attributes:
+        nbytes: how much.
+        alignment: of its first byte, a power of two.
+    """
+
+    nbytes: int = 0
+    alignment: int = 256
+
+    NONE: ClassVar[WorkspaceRequirement]
+
+
+WorkspaceRequirement.NONE = WorkspaceRequirement()
+
+
+@dataclass(frozen=True)
+class DeviceGraphResource:
+    """Something that a captured graph must keep alive for its replays.
+
+    Attributes:
+        key: identity; two resources with one key are the same.
+        resource: the object to hold.
+    """
+
+    key: int
+    resource: Any
+
+
+class Kernel(ABC):
+    """One operator instance that can run on a runtime."""
+
+    @abstractmethod
+    def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
+        """Enqueue the operator on the compute stream; ``None`` is an absent input.
+
+        Raises:
+            KernelError: an operand is not what the operator takes; nothing was launched.
+        """
+
+    def workspace_requirement(self, inputs: Sequence[TensorMetadata]) -> WorkspaceRequirement:
+        """Scratch that the caller must provide for these inputs; also validates their shapes."""
+        return WorkspaceRequirement.NONE
+
+    def capture_support(self) -> CaptureSupport:
+        """Whether :meth:`execute` may be recorded now."""
+        return CaptureSupport.unsupported("the kernel does not declare capture support")
+
+    def device_graph_resources(self) -> tuple[DeviceGraphResource, ...]:
+        """What a graph that records this kernel has to keep alive."""
+        return ()
+
+    def supports_strided_input(self, index: int) -> bool:
+        """Whether input ``index`` may be other than contiguous."""
+        return False
+
+    @abstractmethod
+    def launch_stats(self) -> Any:
+        """A frozen snapshot of this kernel's launch counters."""
+
+    @abstractmethod
+    def workspace_stats(self) -> Any:
+        """A frozen snapshot of this kernel's workspace counters."""
+
+
+class KernelFactory(ABC):
+    """Makes kernel objects of one operator on one runtime."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self.runtime = runtime
+
+    @abstractmethod
+    def create(self, node: Node, shapes: Sequence[Shape | None]) -> Kernel:
+        """A kernel for ``node``; ``shapes`` are those of its inputs, None where unknown or absent.
+
+        Raises:
+            KernelError: an attribute is missing, ill-typed, out of range or unknown.
+        """
+
+
+UnsupportedReason = Callable[[Node, Sequence[Shape | None], Sequence[DataType | None]], str | None]
+
+_registry: dict[tuple[str, str], tuple[type[KernelFactory], UnsupportedReason]] = {}
+
+
+def _key(domain: str, op_type: str) -> tuple[str, str]:
+    return ("" if domain == "ai.onnx" else domain, op_type)
+
+
+def register(domain: str, op_type: str, factory: type[KernelFactory], reason: UnsupportedReason) -> None:
+    """Serve ``op_type`` of ``domain`` by ``factory``; ``reason`` is its claim gate."""
+    _registry[_key(domain, op_type)] = (factory, reason)
+
+
+def registered_ops() -> tuple[tuple[str, str], ...]:
+    """The (domain, op_type) pairs that have a kernel."""
+    return tuple(sorted(_registry))
+
+
+def _lookup(node: Node) -> tuple[type[KernelFactory], UnsupportedReason]:
+    try:
+        return _registry[_key(node.domain, node.op_type)]
+    except KeyError:
+        served = ", ".join(f"{d or 'ai.onnx'}::{op}" for d, op in registered_ops())
+        raise UnsupportedError(
+            f"no kernel for {node.domain or 'ai.onnx'}::{node.op_type}; there are kernels for {served}"
+        ) from None
+
+
+def unsupported_reason(node: Node, shapes: Sequence[Shape | None], dtypes: Sequence[DataType | None]) -> str | None:
+    """The claim gate: why ``node`` cannot be served with these inputs, or None if it can.
+
+    Answers before anything is created, compiled or allocated.
+    """
+    try:
+        _, reason = _lookup(node)
+    except UnsupportedError as error:
+        return str(error)
+    return reason(node, shapes, dtypes)
+
+
+def create_kernel(runtime: CudaRuntime, node: Node, shapes: Sequence[Shape | None] = ()) -> Kernel:
+    """A kernel object for ``node`` on ``runtime``.
+
+    Raises:
+        UnsupportedError: no kernel is registered for the node's operator.
+        KernelError: an attribute is wrong.
+    """
+    factory, _ = _lookup(node)
+    return factory(runtime).create(node, shapes)
