@@ -1,0 +1,251 @@
+"""One device's primary context, and a runtime's way into the driver.
+
+:class:`PrimaryContext` is retained once per device and process however many runtimes use it; it is
+never reset, so PyTorch, CuPy and this package share one device state. :class:`Session` is what every
+room of a runtime goes through to reach the driver. It makes sure that
+
+- one thread at a time works on the runtime, and a capturing thread keeps the others out until the
+  capture has ended (the *capture gate*: a launch, an allocation or a module load of another thread
+  would otherwise end up in the graph or spoil it);
+- the context is current on the calling thread, and the caller's own is back afterwards;
+- a closed, forked or faulted runtime refuses, with the reason, before it touches the driver;
+- what Python's collector drops, at any instruction and in a capture too, is released later: finalisers
+  only append to a queue, which :meth:`Session.collect` empties outside captures.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+from nxrt_cuda.driver.base import Driver
+from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, NxrtError, RuntimeStateError
+
+__all__ = ["Capabilities", "PrimaryContext", "Session"]
+
+logger = logging.getLogger("nxrt_cuda")
+
+_SUSPECTS = 64
+"""How many launches since the last good synchronise a fault report names."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the device allows; a conservative value where the driver does not say.
+
+    Attributes:
+        compute_capability: (major, minor).
+        max_grid_dim_x: blocks along x.
+        max_threads_per_block: threads.
+        shared_memory_per_block: bytes a block has without opting in.
+        shared_memory_per_block_optin: bytes a block can have after opting in.
+        multiprocessor_count: SMs.
+        l2_cache_bytes: bytes of L2.
+    """
+
+    compute_capability: tuple[int, int]
+    max_grid_dim_x: int
+    max_threads_per_block: int
+    shared_memory_per_block: int
+    shared_memory_per_block_optin: int
+    multiprocessor_count: int
+    l2_cache_bytes: int
+
+    @classmethod
+    def query(cls, driver: Driver, device: int) -> Capabilities:
+        def ask(attribute: str, conservative: int) -> int:
+            try:
+                value = driver.device_attribute(device, attribute)
+            except DriverError:
+                return conservative
+            return value if value > 0 else conservative
+
+        major = driver.device_attribute(device, "COMPUTE_CAPABILITY_MAJOR")
+        minor = driver.device_attribute(device, "COMPUTE_CAPABILITY_MINOR")
+        shared = ask("MAX_SHARED_MEMORY_PER_BLOCK", 48 * 1024)
+        return cls(
+            compute_capability=(major, minor),
+            max_grid_dim_x=ask("MAX_GRID_DIM_X", 65535),
+            max_threads_per_block=ask("MAX_THREADS_PER_BLOCK", 512),
+            shared_memory_per_block=shared,
+            shared_memory_per_block_optin=max(shared, ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", shared)),
+            multiprocessor_count=ask("MULTIPROCESSOR_COUNT", 1),
+            l2_cache_bytes=ask("L2_CACHE_SIZE", 0),
+        )
+
+
+class PrimaryContext:
+    """The primary context of one device, retained while anything in this process uses it.
+
+    Attributes:
+        driver: the driver that it belongs to.
+        device: the device's ordinal.
+        handle: the context.
+        capabilities: of the device.
+    """
+
+    _retained: ClassVar[dict[tuple[int, int], PrimaryContext]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, driver: Driver, device: int) -> None:
+        self.driver = driver
+        self.device = device
+        self.handle = driver.primary_ctx_retain(device)
+        self._users = 0
+        try:
+            self.capabilities = Capabilities.query(driver, device)
+            self.device_name = driver.device_name(device)
+        except BaseException:
+            driver.primary_ctx_release(device)
+            raise
+
+    @classmethod
+    def acquire(cls, driver: Driver, device: int) -> PrimaryContext:
+        """The shared context of ``device``, retained by the first user."""
+        with cls._lock:
+            key = (id(driver), device)
+            context = cls._retained.get(key)
+            if context is None:
+                context = cls._retained[key] = cls(driver, device)
+            context._users += 1
+            return context
+
+    def release(self) -> None:
+        """Give up one use; the last one releases the context."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                del self._retained[(id(self.driver), self.device)]
+                self.driver.primary_ctx_release(self.device)
+
+
+class Session:
+    """The lock, the context and the fault state of one runtime.
+
+    Attributes:
+        driver: the driver.
+        context: the context's handle.
+        lock: held for the length of every call, and by the capturing thread for a whole capture.
+        capturing: whether a capture is open; its thread holds ``lock``.
+        refusal: makes the error that every call now raises; None while the runtime is usable.
+        suspects: labels of the work enqueued since the last good synchronise.
+        dropped: what finalisers want released, as calls to make when no capture is open.
+    """
+
+    def __init__(self, primary: PrimaryContext) -> None:
+        self.primary = primary
+        self.driver = primary.driver
+        self.context = primary.handle
+        self.lock = threading.RLock()
+        self.capturing = False
+        self.refusal: Callable[[], NxrtError] | None = None
+        self.suspects: deque[str] = deque(maxlen=_SUSPECTS)
+        self._enqueued = 0
+        self.dropped: deque[Callable[[], None]] = deque()
+        _sessions.add(self)
+
+    @contextmanager
+    def driving(self, operation: str, *, in_capture: bool = False) -> Iterator[Driver]:
+        """Hold the runtime with its context current, for one operation.
+
+        Raises:
+            CaptureError: this thread is capturing and the operation would spoil it. The capture
+                stays open and usable.
+            RuntimeStateError: the runtime is closed or was inherited through a fork.
+            DeviceFaultError: the context is lost.
+        """
+        with self.lock:
+            self.check_usable()
+            if self.capturing and not in_capture:
+                raise CaptureError(
+                    f"{operation} is illegal while this runtime captures a CUDA graph; do it before the capture",
+                    operation=operation,
+                    state="capturing",
+                )
+            with self.current():
+                yield self.driver
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The context current on this thread, a device fault recorded, and the caller's context back."""
+        foreign = self.driver.ctx_get_current() != self.context
+        if foreign:
+            self.driver.ctx_push_current(self.context)
+        try:
+            yield
+        except DeviceFaultError as fault:
+            raise self.poison(fault) from None
+        finally:
+            if foreign:
+                self.driver.ctx_pop_current()
+
+    def enqueued(self, label: str) -> None:
+        """Note work that the next asynchronous fault may come from."""
+        self._enqueued += 1
+        self.suspects.append(label)
+
+    def mark(self) -> int:
+        """How much was enqueued so far, for :meth:`settle`."""
+        return self._enqueued
+
+    def settle(self, mark: int) -> None:
+        """The work enqueued up to ``mark`` is done without a fault."""
+        while len(self.suspects) > self._enqueued - mark:
+            self.suspects.popleft()
+
+    def collect(self) -> None:
+        """Make the calls that finalisers asked for; the lock is held and no capture is open."""
+        while self.dropped:
+            self.dropped.popleft()()
+
+    def check_usable(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal()
+
+    def refuse(self, message: str) -> None:
+        """Refuse every later call with ``message``."""
+        self.refusal = lambda: RuntimeStateError(message)
+
+    def poison(self, fault: DeviceFaultError) -> NxrtError:
+        """Record the first fault of the context; what every later call raises."""
+        if self.refusal is None:
+            suspects = tuple(self.suspects)
+            blame = f"launched since the last good synchronise: {', '.join(suspects)}; " if suspects else ""
+
+            def refusal() -> DeviceFaultError:
+                return DeviceFaultError(
+                    fault.call,
+                    fault.code,
+                    fault.name,
+                    fault.text,
+                    f"{blame}the CUDA context is lost, restart the process",
+                    suspects,
+                )
+
+            self.refusal = refusal
+            logger.error("%s", refusal())
+        return self.refusal()
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _refuse_after_fork() -> None:
+    for session in _sessions:
+        # The parent's thread may have held the lock; this child owns nothing that it guards.
+        session.lock = threading.RLock()
+        session.capturing = False
+        session.refuse(
+            "this runtime was inherited through fork, and CUDA does not survive a fork; "
+            "start workers with multiprocessing's 'spawn' method and open the runtime there"
+        )
+
+
+os.register_at_fork(after_in_child=_refuse_after_fork)

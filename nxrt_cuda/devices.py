@@ -1,0 +1,107 @@
+"""Which device a runtime opens on: a GPU where there is one, else the host driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from nxrt_cuda.context import PrimaryContext
+from nxrt_cuda.driver.base import Driver
+from nxrt_cuda.errors import NoDeviceError, RuntimeStateError
+from nxrt_cuda.interop import stream_handle
+from nxrt_cuda.runtime import CudaRuntime
+
+if TYPE_CHECKING:
+    from nxrt_cuda.compile import Compiler
+    from nxrt_cuda.driver.host import HostEntry
+
+__all__ = ["open_runtime"]
+
+logger = logging.getLogger("nxrt_cuda")
+
+
+def open_runtime(
+    device: str | None = None,
+    *,
+    stream: Any = None,
+    eager_sync: bool = False,
+    pool_limit: int | None = None,
+    host_entries: Mapping[str, HostEntry] | None = None,
+) -> CudaRuntime:
+    """Open a runtime.
+
+    Args:
+        device: ``"cuda"``, ``"cuda:1"`` or ``"host"``; by default ``"cuda:0"`` where a driver and a device
+            are found, else ``"host"``.
+        stream: run on this stream instead of an own one: a handle, or an object with ``__cuda_stream__``,
+            ``cuda_stream`` (PyTorch) or ``ptr`` (CuPy).
+        eager_sync: wait after every launch, so that a fault names the launch that caused it.
+        pool_limit: bytes of free memory kept for reuse; by default the environment's
+            ``NXRT_CUDA_POOL_BYTES``, or 256 MiB.
+        host_entries: further kernels for the host driver, by entry name.
+
+    Raises:
+        NoDeviceError: a CUDA device was named, and there is no driver or no such device.
+        RuntimeStateError: ``device`` is not of these forms, or an option does not go with it.
+    """
+    if device is None:
+        device = "cuda:0" if _has_gpu() else "host"
+    kind, _, ordinal = device.partition(":")
+    if device != "host" and (kind != "cuda" or not (device == "cuda" or (ordinal.isascii() and ordinal.isdigit()))):
+        raise RuntimeStateError(f"device must be 'cuda', 'cuda:<ordinal>' or 'host', got {device!r}")
+    handle = stream_handle(stream)
+    if device == "host":
+        if handle is not None:
+            raise RuntimeStateError("the host driver has streams of its own only; leave out stream")
+        primary = _host_context(host_entries or {})
+    else:
+        if host_entries:
+            raise RuntimeStateError(f"host_entries are for the host driver, not for {device}")
+        primary = _cuda_context(int(ordinal or 0))
+    try:
+        return CudaRuntime(primary, _compiler(primary), stream=handle, eager_sync=eager_sync, pool_limit=pool_limit)
+    except BaseException:
+        primary.release()
+        raise
+
+
+@lru_cache(maxsize=1)
+def _cuda_driver() -> Driver:
+    from nxrt_cuda.driver.cuda import CudaDriver
+
+    return CudaDriver()
+
+
+def _has_gpu() -> bool:
+    try:
+        return _cuda_driver().device_count() > 0
+    except NoDeviceError as error:
+        logger.info("no CUDA device, using the host driver: %s", error)
+        return False
+
+
+def _cuda_context(ordinal: int) -> PrimaryContext:
+    driver = _cuda_driver()
+    devices = driver.device_count()
+    if ordinal >= devices:
+        raise NoDeviceError(
+            "cuDeviceGet", 101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal", f"cuda:{ordinal} of {devices}"
+        )
+    return PrimaryContext.acquire(driver, ordinal)
+
+
+def _host_context(entries: Mapping[str, HostEntry]) -> PrimaryContext:
+    from nxrt_cuda.driver.host import HostDriver
+    from nxrt_cuda.reference import HOST_ENTRIES
+
+    return PrimaryContext.acquire(HostDriver({**HOST_ENTRIES, **entries}), 0)
+
+
+def _compiler(primary: PrimaryContext) -> Compiler:
+    from nxrt_cuda.compile import HostCompiler, NvrtcCompiler
+
+    if primary.driver.name == "host":
+        return HostCompiler()
+    return NvrtcCompiler(primary.capabilities.compute_capability)

@@ -1,0 +1,374 @@
+"""Recording launches into CUDA graphs and replaying them.
+
+A :class:`CapturedGraph` is a list of *segments*, each one executable graph, replayed in the order of
+their capture. Most graphs have one; a sequence with kernels that decline capture has one for every run
+between them, and its owner executes the others in between.
+
+A capture is thread-local and belongs to the thread that began it: it holds the runtime's lock until
+the capture has ended, so that no other thread's work can end up in the graph. Whatever would spoil the
+capture is refused before it reaches the driver, and leaves the capture open and usable. If a driver call
+fails all the same, that first failure is what ending the capture reports.
+
+A graph owns what it touches: the kernels' resources, and the memory of every tensor launched while it
+was recorded. Closing it, or dropping it, lets go of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nxrt_cuda.context import Session
+from nxrt_cuda.driver.base import CaptureMode, Driver
+from nxrt_cuda.errors import CaptureError, DriverError, GraphError
+from nxrt_cuda.stats import RuntimeCounters
+from nxrt_cuda.streams import Streams
+
+if TYPE_CHECKING:
+    from nxrt_cuda.kernel import DeviceGraphResource, Kernel
+    from nxrt_cuda.tensor import MemoryOwner, TensorView
+
+__all__ = ["CapturedGraph", "GraphRecorder", "GraphSlot"]
+
+_LEGACY_STREAMS = (0, 1, 2)
+"""NULL, ``CU_STREAM_LEGACY`` and ``CU_STREAM_PER_THREAD``: not streams of anybody's own."""
+
+
+class GraphSlot(Enum):
+    """The graphs that a runtime itself holds, for the begin / end / replay calls."""
+
+    PRIMARY = "primary"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """One instantiated graph and what its replays refer to."""
+
+    graph: int
+    executable: int
+    node_types: tuple[str, ...]
+    kernels: tuple[str, ...]
+    owners: tuple[MemoryOwner, ...]
+    resources: tuple[Any, ...]
+
+
+class CapturedGraph:
+    """Recorded work that replays with one driver call a segment.
+
+    Attributes:
+        name: as error messages call it.
+        replays: how often it was replayed.
+    """
+
+    def __init__(self, name: str, session: Session, streams: Streams, counters: RuntimeCounters) -> None:
+        self.name = name
+        self.replays = 0
+        self._label = f"replay of {name}"
+        self._session = session
+        self._streams = streams
+        self._counters = counters
+        self._segments: tuple[_Segment, ...] = ()
+        self._executables: tuple[int, ...] = ()
+        self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def segment_count(self) -> int:
+        return len(self._segments)
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        """The driver's node types of all segments, e.g. ``("KERNEL", "KERNEL")``."""
+        return tuple(kind for segment in self._segments for kind in segment.node_types)
+
+    @property
+    def node_count(self) -> int:
+        return len(self.node_types)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Labels of the launches that were recorded, in order."""
+        return tuple(label for segment in self._segments for label in segment.kernels)
+
+    def replay(self) -> None:
+        """Enqueue all segments on the compute stream, in the order of their capture.
+
+        Raises:
+            GraphError: the graph is closed or has no segment.
+            CaptureError: the runtime is capturing.
+        """
+        self._launch(self._executables, self._label)
+
+    def replay_segment(self, index: int) -> None:
+        """Enqueue one segment by its position in capture order.
+
+        Raises:
+            GraphError: there is no such segment.
+        """
+        if not 0 <= index < len(self._executables):
+            raise GraphError(
+                f"cannot replay CUDA graph segment {index} of {self.name}; only {len(self._executables)} "
+                "segment(s) installed"
+            )
+        self._launch(self._executables[index : index + 1], f"replay of {self.name}, segment {index}")
+
+    def close(self) -> None:
+        """Destroy the executables and let go of the memory they refer to; a second call does nothing.
+
+        Raises:
+            CaptureError: the runtime is capturing.
+        """
+        if self._closed:
+            return
+        with self._session.driving("graph close") as driver:
+            self._closed = True
+            segments, self._segments, self._executables = self._segments, (), ()
+            _destroy(driver, segments, self.name)
+
+    def _launch(self, executables: tuple[int, ...], label: str) -> None:
+        session = self._session
+        with session.lock:
+            if session.refusal is not None:
+                raise session.refusal()
+            if session.capturing:
+                raise CaptureError(
+                    f"cannot replay {self.name} while this runtime captures a CUDA graph",
+                    operation="replay",
+                    state="capturing",
+                )
+            if not executables:
+                state = "it is closed" if self._closed else "no executable is installed"
+                raise GraphError(f"cannot replay CUDA graph {self.name} because {state}")
+            driver = session.driver
+            if driver.ctx_get_current() == session.context:
+                self._enqueue(executables)
+            else:
+                with session.current():
+                    self._enqueue(executables)
+            session.enqueued(label)
+            self.replays += 1
+            self._counters.graph_replays += len(executables)
+
+    def _enqueue(self, executables: tuple[int, ...]) -> None:
+        launch, stream = self._session.driver.graph_launch, self._streams.compute
+        for executable in executables:
+            launch(executable, stream)
+
+    def _install(self, segment: _Segment) -> None:
+        self._segments = (*self._segments, segment)
+        self._executables = (*self._executables, segment.executable)
+
+    def __del__(self) -> None:
+        if getattr(self, "_segments", ()):
+            self._session.dropped.append(partial(_destroy, self._session.driver, self._segments, self.name))
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.segment_count} segment(s), {self.node_count} node(s)"
+        return f"CapturedGraph({self.name!r}, {state}, {self.replays} replay(s))"
+
+
+@dataclass
+class _Recording:
+    """The open capture."""
+
+    graph: CapturedGraph
+    thread: int
+    kernels: list[str] = field(default_factory=list)
+    owners: dict[int, MemoryOwner] = field(default_factory=dict)
+    resources: dict[int, Any] = field(default_factory=dict)
+    failure: DriverError | None = None
+
+    def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
+        self.resources.update((resource.key, resource.resource) for resource in resources)
+
+
+class GraphRecorder:
+    """The capture state machine of one runtime: idle, or capturing into one graph."""
+
+    def __init__(self, session: Session, streams: Streams, counters: RuntimeCounters) -> None:
+        self._session = session
+        self._streams = streams
+        self._counters = counters
+        self._recording: _Recording | None = None
+
+    @property
+    def target(self) -> CapturedGraph | None:
+        """The graph that the open capture records into."""
+        return None if self._recording is None else self._recording.graph
+
+    def begin(self, graph: CapturedGraph, kernels: Iterable[Kernel]) -> None:
+        """Open a capture of one more segment of ``graph``; every kernel is asked first.
+
+        Raises:
+            CaptureError: a capture is open, a kernel declines (all that decline are named), or the
+                compute stream is one of the driver's legacy streams.
+            GraphError: the graph is closed.
+        """
+        session = self._session
+        session.lock.acquire()
+        try:
+            session.check_usable()
+            if session.capturing:
+                raise _refused("cannot begin CUDA graph capture while capture is already active", "begin", "capturing")
+            if graph.is_closed:
+                raise GraphError(f"cannot capture into {graph.name} because it is closed")
+            if self._streams.compute in _LEGACY_STREAMS:
+                raise _refused(
+                    f"stream handle {self._streams.compute} is one of the driver's default streams, which cannot "
+                    "be captured; open the runtime on a stream of its own",
+                    "begin",
+                    "idle",
+                )
+            audit = list(kernels)
+            declined = [
+                f"{type(kernel).__name__}: {support.reason}"
+                for kernel in audit
+                if not (support := kernel.capture_support())
+            ]
+            if declined:
+                raise _refused(f"CUDA graph capture declined by {'; '.join(declined)}", "begin", "idle")
+            recording = _Recording(graph, threading.get_ident())
+            for kernel in audit:
+                recording.retain(kernel.device_graph_resources())
+            with session.current():
+                session.driver.stream_begin_capture(self._streams.compute, CaptureMode.THREAD_LOCAL)
+            self._recording = recording
+            session.capturing = True
+        except BaseException:
+            session.lock.release()
+            raise
+
+    def record(self, label: str, operands: Sequence[TensorView]) -> None:
+        """Note a launch of the open capture, and keep the memory of its operands alive."""
+        recording = self._recording
+        assert recording is not None
+        recording.kernels.append(label)
+        for view in operands:
+            recording.owners[id(view.owner)] = view.owner
+
+    def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
+        """Keep ``resources`` alive with the graph that is being recorded; nothing to do when idle."""
+        if self._recording is not None:
+            self._recording.retain(resources)
+
+    def failed(self, error: DriverError) -> None:
+        """Latch the first driver failure of the open capture; ending it reports that one."""
+        if self._recording is not None and self._recording.failure is None:
+            self._recording.failure = error
+
+    def end(self) -> CapturedGraph:
+        """Close the capture and install what it recorded as the graph's next segment.
+
+        However it ends, the stream has left capture mode and the runtime is idle again.
+
+        Raises:
+            CaptureError: there is no open capture, or it belongs to another thread.
+            GraphError: the driver could not end or instantiate it, or it allocates memory.
+        """
+        recording = self._owned("end")
+        installed = False
+        try:
+            with self._session.current():
+                segment = self._finish(recording)
+            recording.graph._install(segment)
+            self._counters.graphs_captured += 1
+            installed = True
+        finally:
+            self._leave(aborted=not installed)
+        if not segment.node_types:
+            warnings.warn(
+                f"{recording.graph.name} recorded nothing: no launch reached the captured stream",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return recording.graph
+
+    def abort(self) -> None:
+        """Leave capture mode and discard what was recorded; does nothing when idle.
+
+        Raises:
+            CaptureError: the open capture belongs to another thread.
+        """
+        if self._recording is None:
+            return
+        self._owned("abort")
+        driver = self._session.driver
+        try:
+            with self._session.current():
+                try:
+                    graph = driver.stream_end_capture(self._streams.compute)
+                except DriverError:
+                    # An invalidated capture has no graph left; ending it was all that was wanted.
+                    return
+                driver.graph_destroy(graph)
+        finally:
+            self._leave(aborted=True)
+
+    def _finish(self, recording: _Recording) -> _Segment:
+        driver = self._session.driver
+        name = recording.graph.name
+        try:
+            graph = driver.stream_end_capture(self._streams.compute)
+        except DriverError as error:
+            first = recording.failure or error
+            raise GraphError(f"capture of {name} failed: {first}") from first
+        try:
+            if recording.failure is not None:
+                raise GraphError(f"capture of {name} failed: {recording.failure}") from recording.failure
+            node_types = driver.graph_node_types(graph)
+            owning = [kind for kind in node_types if kind in ("MEM_ALLOC", "MEM_FREE")]
+            if owning:
+                raise GraphError(f"{name} recorded {len(owning)} memory node(s); allocate before the capture")
+            executable = driver.graph_instantiate(graph)
+            try:
+                driver.graph_upload(executable, self._streams.compute)
+            except BaseException:
+                driver.graph_exec_destroy(executable)
+                raise
+        except BaseException:
+            driver.graph_destroy(graph)
+            raise
+        owners = tuple(recording.owners.values())
+        for owner in owners:
+            owner.pins.append(name)
+        kernels, resources = tuple(recording.kernels), tuple(recording.resources.values())
+        return _Segment(graph, executable, node_types, kernels, owners, resources)
+
+    def _owned(self, operation: str) -> _Recording:
+        recording = self._recording
+        if recording is None:
+            raise _refused(f"cannot {operation} CUDA graph capture because capture is not active", operation, "idle")
+        if recording.thread != threading.get_ident():
+            raise _refused(
+                f"CUDA graph capture must {operation} on the thread that began the thread-local capture",
+                operation,
+                "capturing",
+            )
+        return recording
+
+    def _leave(self, *, aborted: bool) -> None:
+        self._recording = None
+        self._session.capturing = False
+        self._counters.aborted_captures += aborted
+        self._session.lock.release()
+
+
+def _destroy(driver: Driver, segments: Iterable[_Segment], name: str) -> None:
+    for segment in segments:
+        driver.graph_exec_destroy(segment.executable)
+        driver.graph_destroy(segment.graph)
+        for owner in segment.owners:
+            owner.pins.remove(name)
+
+
+def _refused(message: str, operation: str, state: str) -> CaptureError:
+    return CaptureError(message, operation=operation, state=state)

@@ -1,0 +1,219 @@
+"""Tensors of other libraries in and out, without copies, and in the order of the streams involved.
+
+DLPack (PyTorch, CuPy, JAX, ...) and ``__cuda_array_interface__`` version 3 (CuPy, Numba, ...). Importing
+makes the compute stream wait for the producer's work; exporting makes the consumer's stream wait for
+ours. Neither blocks the host.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nxrt_cuda import dlpack
+from nxrt_cuda.dtype import bfloat16, data_type
+from nxrt_cuda.errors import CaptureError, RuntimeStateError, TensorError
+from nxrt_cuda.memory import DeviceMemory, ForeignMemory
+from nxrt_cuda.streams import Streams
+from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
+
+if TYPE_CHECKING:
+    from nxrt_cuda.runtime import CudaRuntime
+
+__all__ = [
+    "array_interface",
+    "dlpack_device",
+    "export_dlpack",
+    "export_host_copy",
+    "import_array",
+    "is_device_array",
+    "stream_handle",
+    "strided_copy",
+]
+
+_DEFAULT_STREAM = 1
+"""What both protocols call the legacy default stream; the driver's ``CU_STREAM_LEGACY`` has that value."""
+
+
+def stream_handle(stream: Any) -> int | None:
+    """The handle of a stream given as an int or as another library's stream object.
+
+    Raises:
+        RuntimeStateError: it is neither.
+    """
+    if stream is None or isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        _, handle = stream.__cuda_stream__()
+        return int(handle)
+    for attribute in ("cuda_stream", "ptr"):
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    raise RuntimeStateError(
+        f"stream must be a handle or an object with __cuda_stream__, cuda_stream or ptr, got {type(stream).__name__}"
+    )
+
+
+def is_device_array(array: Any) -> bool:
+    """Whether ``array`` says that its memory is a CUDA device's."""
+    if hasattr(array, "__dlpack_device__"):
+        return int(array.__dlpack_device__()[0]) in (dlpack.CUDA, dlpack.CUDA_MANAGED)
+    return hasattr(array, "__cuda_array_interface__")
+
+
+def import_array(runtime: CudaRuntime, memory: DeviceMemory, array: Any) -> TensorMut:
+    """A tensor in the memory of another library's device array.
+
+    Raises:
+        TensorError: the array is on another device, is read-only, or has an element type unknown here.
+    """
+    kind, ordinal = runtime.dlpack_device()
+    if kind != dlpack.CUDA:
+        raise TensorError(f"a {type(array).__name__} in GPU memory cannot be used by a runtime on {runtime.device}")
+    if hasattr(array, "__dlpack_device__"):
+        if (device := int(array.__dlpack_device__()[1])) != ordinal:
+            raise TensorError(f"the {type(array).__name__} is on cuda:{device}, the runtime on {runtime.device}")
+        try:
+            capsule = array.__dlpack__(stream=runtime.stream, max_version=(1, 0))
+        except TypeError:
+            # Producers from before DLPack 1.0 do not know max_version.
+            capsule = array.__dlpack__(stream=runtime.stream)
+        borrowed = dlpack.borrow(capsule)
+        ptr, metadata, read_only, keep = borrowed.ptr, borrowed.metadata, borrowed.read_only, borrowed.capsule
+    else:
+        interface = array.__cuda_array_interface__
+        ptr, read_only = interface["data"]
+        metadata = _interface_metadata(interface)
+        keep = array
+        if (producer := interface.get("stream")) is not None:
+            runtime.wait_for_stream(producer)
+    if read_only:
+        raise TensorError(f"the {type(array).__name__} is read-only; copy it first")
+    return TensorMut(ptr, metadata, ForeignMemory(memory, ptr, metadata.span_bytes, keep))
+
+
+def _interface_metadata(interface: dict[str, Any]) -> TensorMetadata:
+    if interface.get("mask") is not None:
+        raise TensorError("masked arrays have no counterpart here")
+    dtype = data_type(np.dtype(interface["typestr"]))
+    strides = interface.get("strides") or ()
+    if any(stride % dtype.itemsize for stride in strides):
+        raise TensorError(f"byte strides {strides} are no multiples of the {dtype.itemsize}-byte element")
+    return TensorMetadata(dtype, tuple(interface["shape"]), tuple(stride // dtype.itemsize for stride in strides))
+
+
+def array_interface(view: TensorView, driver: str, stream: int) -> dict[str, Any]:
+    """``__cuda_array_interface__`` version 3; AttributeError where the memory or the dtype has none."""
+    if driver != "cuda":
+        raise AttributeError("the host driver's memory is not a GPU's; use numpy() or DLPack")
+    if view.dtype == bfloat16:
+        raise AttributeError("__cuda_array_interface__ has no bfloat16; use DLPack")
+    return {
+        "shape": view.shape,
+        "typestr": view.dtype.numpy.str,
+        "data": (view.ptr, not isinstance(view, TensorMut)),
+        "strides": None if view.is_contiguous else tuple(s * view.dtype.itemsize for s in view.strides),
+        "stream": stream,
+        "version": 3,
+    }
+
+
+def dlpack_device(driver: str, ordinal: int) -> tuple[int, int]:
+    """Where a consumer finds the tensors: the device, or the host for copies of the host driver's."""
+    return (dlpack.CUDA, ordinal) if driver == "cuda" else (dlpack.CPU, 0)
+
+
+def export_dlpack(
+    view: TensorView,
+    streams: Streams,
+    device: tuple[int, int],
+    *,
+    capturing: bool,
+    stream: int | None = None,
+    max_version: tuple[int, int] | None = None,
+    dl_device: tuple[int, int] | None = None,
+    copy: bool | None = None,
+) -> Any:
+    """A DLPack capsule of ``view``'s own memory, once the consumer's ``stream`` waits for ours.
+
+    ``stream``: None or 1 is the legacy default stream, 2 the per-thread one, -1 asks for no ordering;
+    otherwise a handle. In a capture only -1 and the compute stream itself are accepted.
+
+    Raises:
+        BufferError: a copy or another device is asked for, or ``stream`` is 0, which is ambiguous.
+        CaptureError: ordering another stream would leave the capture.
+    """
+    if dl_device is not None and tuple(dl_device) != device:
+        raise BufferError(f"the tensor is on DLPack device {device}; {tuple(dl_device)} would need a copy")
+    if copy:
+        raise BufferError("copy=True is not offered; copy the imported tensor")
+    if stream == 0:
+        raise BufferError("stream=0 is ambiguous in DLPack; use 1 for the legacy default stream or 2 per thread")
+    consumer = _DEFAULT_STREAM if stream is None else stream
+    if consumer not in (-1, streams.compute):
+        if capturing:
+            raise CaptureError(
+                f"__dlpack__ for stream {consumer} would order it after the captured stream; "
+                "export before the capture, or with stream=-1",
+                operation="__dlpack__",
+                state="capturing",
+            )
+        streams.fence(streams.compute, consumer)
+    pin = "a DLPack export"
+    owner = view.owner
+    capsule = dlpack.make_capsule(
+        view.ptr,
+        device,
+        view.metadata,
+        read_only=not isinstance(view, TensorMut),
+        versioned=max_version is not None and max_version[0] >= 1,
+        on_release=lambda: owner.pins.remove(pin),
+    )
+    owner.pins.append(pin)
+    return capsule
+
+
+def export_host_copy(
+    array: np.ndarray,
+    metadata: TensorMetadata,
+    *,
+    max_version: tuple[int, int] | None = None,
+    dl_device: tuple[int, int] | None = None,
+    copy: bool | None = None,
+    stream: int | None = None,
+) -> Any:
+    """A DLPack capsule of a host copy: what the host driver's tensors export. ``stream`` must be None.
+
+    Raises:
+        BufferError: another device is asked for, or no copy is allowed.
+    """
+    if dl_device is not None and tuple(dl_device) != (dlpack.CPU, 0):
+        raise BufferError(f"the host driver exports host memory, not DLPack device {tuple(dl_device)}")
+    if copy is False:
+        raise BufferError("the host driver exports copies only; copy=False cannot be met")
+    if stream is not None:
+        raise BufferError(f"host memory has no streams; stream must be None, got {stream}")
+    return dlpack.make_capsule(
+        array.ctypes.data,
+        (dlpack.CPU, 0),
+        TensorMetadata(metadata.dtype, metadata.shape),
+        read_only=False,
+        versioned=max_version is not None and max_version[0] >= 1,
+        on_release=partial(_let_go, [array]),
+    )
+
+
+def _let_go(held: list[Any]) -> None:
+    held.clear()
+
+
+def strided_copy(raw: np.ndarray, metadata: TensorMetadata) -> np.ndarray:
+    """The elements that ``metadata`` addresses in ``raw`` bytes, as a contiguous array."""
+    itemsize = metadata.dtype.itemsize
+    if metadata.is_contiguous:
+        return raw.view(metadata.dtype.numpy).reshape(metadata.shape)
+    strides = tuple(stride * itemsize for stride in metadata.strides)
+    view = np.ndarray(metadata.shape, metadata.dtype.numpy, raw.data, strides=strides)
+    return view.copy()

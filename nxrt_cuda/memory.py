@@ -1,0 +1,280 @@
+"""Device memory: allocations and their owners, the size-class pool, and deferred release.
+
+Memory is given back in the order of the compute stream. A pooled block may be handed out again at
+once, because whoever gets it works on that stream too, and copies on the transfer stream are fenced
+on both sides. A block that goes back to the driver waits until an event recorded after its last use
+has completed; nothing here waits for the device to free memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from functools import partial
+from typing import Any, NamedTuple
+
+from nxrt_cuda.context import Session
+from nxrt_cuda.errors import CaptureError, DeviceMemoryError, OutOfMemoryError, RuntimeStateError
+from nxrt_cuda.launch import div_up
+from nxrt_cuda.stats import RuntimeCounters
+from nxrt_cuda.streams import Streams
+
+__all__ = ["Allocation", "DeviceMemory", "ForeignMemory", "pool_limit_from_environment"]
+
+POOL_VARIABLE = "NXRT_CUDA_POOL_BYTES"
+_POOL_DEFAULT = 256 << 20
+_SMALLEST = 512
+_LARGE = 1 << 20
+
+
+def pool_limit_from_environment() -> int:
+    """The pool's bound in bytes: ``NXRT_CUDA_POOL_BYTES``, 256 MiB by default, 0 for no pool.
+
+    Raises:
+        RuntimeStateError: the variable is not a whole number >= 0.
+    """
+    text = os.environ.get(POOL_VARIABLE, str(_POOL_DEFAULT))
+    if not text.isascii() or not text.isdigit():
+        raise RuntimeStateError(f"{POOL_VARIABLE} must be a whole number of bytes >= 0, got {text!r}")
+    return int(text)
+
+
+def size_class(nbytes: int) -> int:
+    """The block size that serves ``nbytes``: powers of two up to 1 MiB, multiples of 1 MiB above."""
+    if nbytes <= _LARGE:
+        return max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+    return div_up(nbytes, _LARGE) * _LARGE
+
+
+class _Block(NamedTuple):
+    """Memory taken from the driver: its address, its full size, and whether it may return to the pool."""
+
+    ptr: int
+    size: int
+    pooled: bool
+
+
+class Allocation:
+    """A block of device memory; dropping the last reference gives it back, in stream order.
+
+    Attributes:
+        ptr: the device address.
+        nbytes: the bytes asked for.
+        pins: names of the live graphs and exports that refer to the block.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_freed", "_memory", "nbytes", "pins", "ptr")
+
+    def __init__(self, memory: DeviceMemory, block: _Block, nbytes: int) -> None:
+        self._memory = memory
+        self._block = block
+        self._freed = False
+        self.ptr = block.ptr
+        self.nbytes = nbytes
+        self.pins: list[str] = []
+
+    @property
+    def runtime(self) -> Any:
+        return self._memory.runtime
+
+    @property
+    def is_freed(self) -> bool:
+        return self._freed or self._memory.is_closed
+
+    def free(self) -> None:
+        """Give the block back now; a second call does nothing.
+
+        Raises:
+            DeviceMemoryError: a live graph or an export refers to it.
+            CaptureError: the runtime is capturing.
+        """
+        if self.is_freed:
+            return
+        with self._memory.session.driving("free"):
+            self._memory.collect()
+            if self.pins:
+                raise DeviceMemoryError(
+                    f"the {self.nbytes} bytes at 0x{self.ptr:x} are referred to by {', '.join(self.pins)}; "
+                    "let go of that before freeing them"
+                )
+            self._freed = True
+            self._memory.release(self._block)
+
+    def __del__(self) -> None:
+        # Half-built instances and interpreter shutdown end up here too.
+        if not getattr(self, "_freed", True):
+            self._memory.session.dropped.append(partial(self._memory.release, self._block))
+
+
+class ForeignMemory:
+    """Device memory of another library (DLPack, ``__cuda_array_interface__``), held by its object.
+
+    The object is let go only after the work queued on the compute stream until then is done.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "_object", "nbytes", "pins", "ptr")
+
+    def __init__(self, memory: DeviceMemory, ptr: int, nbytes: int, obj: Any) -> None:
+        self._memory = memory
+        self._object = obj
+        self.ptr = ptr
+        self.nbytes = nbytes
+        self.pins: list[str] = []
+
+    @property
+    def runtime(self) -> Any:
+        return self._memory.runtime
+
+    @property
+    def is_freed(self) -> bool:
+        return self._object is None or self._memory.is_closed
+
+    def free(self) -> None:
+        """Let the other library's object go, once queued work is done.
+
+        Raises:
+            DeviceMemoryError: a live graph or an export refers to it.
+        """
+        if self.is_freed:
+            return
+        with self._memory.session.driving("free"):
+            self._memory.collect()
+            if self.pins:
+                raise DeviceMemoryError(
+                    f"the imported memory at 0x{self.ptr:x} is referred to by {', '.join(self.pins)}; "
+                    "let go of that before freeing it"
+                )
+            obj, self._object = self._object, None
+            self._memory.retire(obj)
+
+    def __del__(self) -> None:
+        obj = getattr(self, "_object", None)
+        if obj is not None:
+            self._memory.session.dropped.append(partial(self._memory.retire, obj))
+
+
+class DeviceMemory:
+    """All device memory of one runtime.
+
+    Attributes:
+        runtime: the runtime it belongs to.
+        session: its way to the driver.
+        is_closed: whether everything was given back.
+    """
+
+    def __init__(
+        self, runtime: Any, session: Session, streams: Streams, counters: RuntimeCounters, pool_limit: int
+    ) -> None:
+        self.runtime = runtime
+        self.session = session
+        self.is_closed = False
+        self._driver = session.driver
+        self._streams = streams
+        self._counters = counters
+        self._pool_limit = pool_limit
+        self._pool: dict[int, list[int]] = {}
+        self._blocks: dict[int, int] = {}
+        self._retired: deque[tuple[int, _Block | Any]] = deque()
+
+    def alloc(self, nbytes: int, *, pooled: bool = True, operation: str = "alloc_raw") -> Allocation:
+        """``nbytes`` (at least one) of uninitialised device memory, aligned to 256 bytes.
+
+        Raises:
+            DeviceMemoryError: ``nbytes`` is negative.
+            OutOfMemoryError: the driver has no room, even after the pool was emptied.
+            CaptureError: the runtime is capturing.
+        """
+        if nbytes < 0:
+            raise DeviceMemoryError(f"{operation} of {nbytes} bytes")
+        try:
+            with self.session.driving(operation):
+                self.collect()
+                size = size_class(max(nbytes, 1))
+                free = self._pool.get(size) if pooled else None
+                if free:
+                    ptr = free.pop()
+                    self._counters.pool_hits += 1
+                    self._counters.pool_retained_bytes -= size
+                else:
+                    ptr = self._take(size)
+                return Allocation(self, _Block(ptr, size, pooled), nbytes)
+        except CaptureError as refusal:
+            raise CaptureError(
+                f"{operation} of {nbytes} bytes is illegal while this runtime captures a CUDA graph; "
+                "allocate before the capture",
+                operation=operation,
+                state=refusal.state,
+            ) from None
+
+    def release(self, block: _Block) -> None:
+        """Give a block back to the pool, or to the driver once queued work is done."""
+        if block.pooled and self._counters.pool_retained_bytes + block.size <= self._pool_limit:
+            self._pool.setdefault(block.size, []).append(block.ptr)
+            self._counters.pool_retained_bytes += block.size
+        else:
+            self.retire(block)
+
+    def collect(self) -> None:
+        """Release what finalisers dropped, and free retired memory that no queued work uses."""
+        self.session.collect()
+        while self._retired and self._driver.event_query(self._retired[0][0]):
+            self._free_oldest()
+
+    def retire(self, item: _Block | Any) -> None:
+        """Let go of a block or an imported object once the compute work queued until now is done."""
+        self._retired.append((self._streams.record(self._streams.compute), item))
+
+    def trim(self) -> None:
+        """Return all free memory to the driver; waits for queued work."""
+        self.collect()
+        for size, free in self._pool.items():
+            for ptr in free:
+                self.retire(_Block(ptr, size, False))
+        self._pool.clear()
+        self._counters.pool_retained_bytes = 0
+        while self._retired:
+            self._driver.event_synchronize(self._retired[0][0])
+            self._free_oldest()
+
+    def close(self) -> None:
+        """Return every block, in use or not; all work must be done. Tensors of it are dead afterwards."""
+        self.is_closed = True
+        while self._retired:
+            event, _ = self._retired.popleft()
+            self._streams.recycle(event)
+        self._pool.clear()
+        for ptr in list(self._blocks):
+            self._return(ptr)
+
+    def _free_oldest(self) -> None:
+        event, item = self._retired.popleft()
+        self._streams.recycle(event)
+        if isinstance(item, _Block):
+            self._return(item.ptr)
+
+    def _take(self, size: int) -> int:
+        try:
+            ptr = self._driver.mem_alloc(size)
+        except OutOfMemoryError as error:
+            self.trim()
+            try:
+                ptr = self._driver.mem_alloc(size)
+            except OutOfMemoryError:
+                free, total = self._driver.mem_get_info()
+                raise OutOfMemoryError(
+                    error.call,
+                    error.code,
+                    error.name,
+                    error.text,
+                    f"{size} bytes asked for; {free} of {total} are free, this runtime holds "
+                    f"{self._counters.live_bytes}",
+                ) from None
+        self._blocks[ptr] = size
+        self._counters.driver_allocations += 1
+        self._counters.live_bytes += size
+        return ptr
+
+    def _return(self, ptr: int) -> None:
+        self._driver.mem_free(ptr)
+        self._counters.driver_frees += 1
+        self._counters.live_bytes -= self._blocks.pop(ptr)

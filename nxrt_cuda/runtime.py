@@ -1,0 +1,644 @@
+"""The runtime: the one object that a user works with, composed of the rooms around it.
+
+Work is enqueued on one compute stream, in order, and nothing blocks but what reads results: ``numpy()``,
+``dtoh``, ``check_capture_error``, ``synchronize`` and ``drain_for_unmap``. Any thread may call; one at a
+time is let in, and while a capture is open only the capturing thread is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nxrt_cuda import interop
+from nxrt_cuda.context import Capabilities, PrimaryContext, Session
+from nxrt_cuda.driver.base import CaptureStatus
+from nxrt_cuda.dtype import data_type, uint8
+from nxrt_cuda.errors import (
+    CaptureError,
+    DeviceFaultError,
+    DeviceMemoryError,
+    DriverError,
+    GraphError,
+    LaunchError,
+    NxrtError,
+    RuntimeStateError,
+    TensorError,
+)
+from nxrt_cuda.graph import CapturedGraph, GraphRecorder, GraphSlot
+from nxrt_cuda.kernel import CaptureErrorCode, DeviceGraphResource, Kernel
+from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch
+from nxrt_cuda.memory import Allocation, DeviceMemory, pool_limit_from_environment
+from nxrt_cuda.modules import LoadedFunction, ModuleCache
+from nxrt_cuda.stats import RuntimeCounters, RuntimeStats
+from nxrt_cuda.streams import Streams
+from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView, as_metadata
+from nxrt_cuda.timing import TimingEvent
+from nxrt_cuda.transfer import PendingRead, Transfers
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from nxrt_cuda.compile import Compiler
+
+__all__ = ["CudaRuntime"]
+
+logger = logging.getLogger("nxrt_cuda")
+
+
+class CudaRuntime:
+    """Kernels, memory, copies and graphs of one device. Made by ``open_runtime``.
+
+    Attributes:
+        device: ``"cuda:0"`` or ``"host"``.
+        capabilities: what the device allows.
+        eager_sync: wait after every launch, so that a fault names the launch that caused it.
+    """
+
+    def __init__(
+        self,
+        primary: PrimaryContext,
+        compiler: Compiler,
+        *,
+        stream: int | None = None,
+        eager_sync: bool = False,
+        pool_limit: int | None = None,
+    ) -> None:
+        driver = primary.driver
+        self.eager_sync = eager_sync
+        self.capabilities: Capabilities = primary.capabilities
+        self.device = driver.name if driver.name == "host" else f"{driver.name}:{primary.device}"
+        self._driver = driver
+        self._primary = primary
+        self._session = Session(primary)
+        self._counters = RuntimeCounters()
+        self._compiler = compiler
+        self._raw: dict[int, Allocation] = {}
+        self._graphs: weakref.WeakSet[CapturedGraph] = weakref.WeakSet()
+        self._graph_numbers = count(1)
+        self._slots: dict[GraphSlot, CapturedGraph] = {}
+        limit = pool_limit_from_environment() if pool_limit is None else pool_limit
+        with self._session.current():
+            self._streams = Streams(self._session, stream)
+            self._memory = DeviceMemory(self, self._session, self._streams, self._counters, limit)
+            self._transfers = Transfers(self._session, self._streams, self._counters)
+            self._modules = ModuleCache(driver, compiler, self._session.driving)
+            self._recorder = GraphRecorder(self._session, self._streams, self._counters)
+            try:
+                self._capture_error = self._memory.alloc(4, pooled=False)
+                self._transfers.fill(self._capture_error.ptr, 0, 4)
+            except BaseException:
+                self._memory.close()
+                self._streams.close()
+                raise
+        self._counters.reset()
+        _open_runtimes.add(self)
+
+    # Life.
+
+    def __enter__(self) -> CudaRuntime:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._memory.is_closed
+
+    def close(self) -> None:
+        """Wait for queued work and give everything back; tensors and graphs are dead afterwards.
+
+        A second call does nothing, and so does closing what a fork inherited. After a device fault the
+        driver takes nothing back, so that only this process's own state is dropped.
+        """
+        session = self._session
+        if self.is_closed:
+            return
+        if session.refusal is not None:
+            self._memory.is_closed = True
+            _open_runtimes.discard(self)
+            return
+        with session.lock:
+            if session.capturing:
+                self._recorder.abort()
+            with session.driving("close"):
+                self.drain_for_unmap()
+                for graph in list(self._graphs):
+                    graph.close()
+                session.collect()
+                self._raw.clear()
+                self._transfers.close()
+                self._memory.close()
+                self._modules.unload_all()
+                self._streams.close()
+            session.refuse(f"the runtime on {self.device} is closed; open another with open_runtime()")
+        self._primary.release()
+        _open_runtimes.discard(self)
+
+    def synchronize(self) -> None:
+        """Block until all work enqueued so far is done.
+
+        Raises:
+            CaptureError: this thread is capturing.
+            DeviceFaultError: the work faulted; the error names the launches since the last good call.
+        """
+        mark = self._session.mark()
+        # Work on the transfer stream is fenced into the compute stream.
+        self._streams.wait(self._streams.compute, "synchronize")
+        with self._session.lock:
+            self._session.settle(mark)
+            self._counters.synchronizations += 1
+
+    def drain_for_unmap(self) -> None:
+        """Block until neither stream has work left, so that memory may be unmapped."""
+        self.synchronize()
+        self._streams.wait(self._streams.transfer, "drain_for_unmap")
+
+    def wait_for_stream(self, stream: Any) -> None:
+        """Make compute work enqueued from now on wait for what is queued on another library's stream."""
+        handle = interop.stream_handle(stream)
+        if handle is None:
+            raise RuntimeStateError("wait_for_stream needs a stream")
+        with self._session.driving("wait_for_stream"):
+            self._streams.fence(handle, self._streams.compute)
+
+    def record_event(self) -> TimingEvent:
+        """A mark behind the work enqueued so far; ``start.elapsed_time(end)`` is the time between two.
+
+        Raises:
+            CaptureError: this thread is capturing.
+        """
+        return TimingEvent(self._session, self._streams)
+
+    # Handles, for other libraries.
+
+    @property
+    def stream(self) -> int:
+        """The compute stream's handle, to enqueue other libraries' work in order with this runtime's."""
+        return self._streams.compute
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The CUDA stream protocol of cuda.core: (version, handle)."""
+        return (0, self._streams.compute)
+
+    @property
+    def context(self) -> int:
+        """The primary context's handle."""
+        return self._session.context
+
+    @property
+    def device_name(self) -> str:
+        return self._primary.device_name
+
+    # Tensors.
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> TensorMut:
+        """An uninitialised contiguous tensor."""
+        metadata = as_metadata(shape, dtype)
+        return self._tensor(metadata, "empty")
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> TensorMut:
+        """A contiguous tensor of zeros, filled in stream order."""
+        tensor = self.empty(shape, dtype)
+        self._transfers.fill(tensor.ptr, 0, tensor.nbytes)
+        return tensor
+
+    def from_array(self, array: Any) -> TensorMut:
+        """A tensor of an array's values.
+
+        Device memory of this runtime's device (an object with ``__dlpack__`` or
+        ``__cuda_array_interface__``: PyTorch, CuPy, Numba) is used in place, without a copy: the producer's
+        stream is made to wait for nothing, the compute stream waits for the producer's. Everything else goes
+        through ``numpy.asarray`` and is copied in stream order, its bytes taken before the call returns.
+
+        Raises:
+            TensorError: the dtype is not supported, or the memory is on another device.
+            CaptureError: the runtime is capturing.
+        """
+        if interop.is_device_array(array):
+            with self._session.driving("from_array"):
+                return interop.import_array(self, self._memory, array)
+        source = np.ascontiguousarray(array).reshape(np.shape(array))
+        tensor = self._tensor(TensorMetadata(data_type(source.dtype), source.shape), "from_array")
+        self._transfers.upload(tensor.ptr, source, operation="from_array")
+        return tensor
+
+    def read(self, view: TensorView) -> np.ndarray:
+        """A host copy of a view; blocks until the work queued before is done. ``view.numpy()`` calls this."""
+        self.check_operand(view)
+        raw = np.empty(view.metadata.span_bytes, np.uint8)
+        self._transfers.download(raw, view.ptr, operation="numpy")
+        return interop.strided_copy(raw, view.metadata)
+
+    def read_async(self, view: TensorView) -> PendingRead:
+        """Start a host copy of a contiguous view on the transfer stream."""
+        self.check_operand(view)
+        if not view.is_contiguous:
+            raise TensorError(f"read_async of a strided tensor: shape {view.shape}, strides {view.strides}")
+        return self._transfers.download_async(view.ptr, view.metadata, operation="read_async")
+
+    def write(self, view: TensorMut, array: ArrayLike, *, asynchronous: bool = False) -> None:
+        """Overwrite a contiguous tensor in stream order; ``view.copy_from(array)`` calls this.
+
+        ``asynchronous`` copies on the transfer stream, beside compute work that is already running.
+
+        Raises:
+            TensorError: the shape differs, the cast is not of NumPy's "same kind", or ``view`` is strided.
+        """
+        self.check_operand(view)
+        source = np.asarray(array)
+        if source.shape != view.shape:
+            raise TensorError(f"cannot copy an array of shape {source.shape} into a tensor of shape {view.shape}")
+        if not view.is_contiguous:
+            raise TensorError(f"cannot copy into a strided tensor: shape {view.shape}, strides {view.strides}")
+        if not np.can_cast(source.dtype, view.dtype.numpy, "same_kind"):
+            raise TensorError(f"cannot cast {source.dtype} to {view.dtype}; convert the array first")
+        source = np.ascontiguousarray(source, view.dtype.numpy)
+        self._transfers.upload(view.ptr, source, asynchronous=asynchronous, operation="copy_from")
+
+    def copy(self, target: TensorMut, source: TensorView) -> None:
+        """Copy between contiguous tensors of one shape and dtype, in stream order; legal in a capture."""
+        for view in (target, source):
+            self.check_operand(view)
+            if not view.is_contiguous:
+                raise TensorError(f"copy of a strided tensor: shape {view.shape}, strides {view.strides}")
+        if (target.shape, target.dtype) != (source.shape, source.dtype):
+            raise TensorError(f"copy of {source.dtype} {source.shape} into {target.dtype} {target.shape}")
+        with self._session.lock:
+            self._transfers.copy(target.ptr, source.ptr, source.nbytes)
+            self._note("copy", (target, source))
+
+    def fill_zero(self, tensor: TensorMut) -> None:
+        """Zero a contiguous tensor in stream order; legal in a capture."""
+        self.check_operand(tensor)
+        if not tensor.is_contiguous:
+            raise TensorError(f"fill_zero of a strided tensor: shape {tensor.shape}, strides {tensor.strides}")
+        with self._session.lock:
+            self._transfers.fill(tensor.ptr, 0, tensor.nbytes)
+            self._note("memset", (tensor,))
+
+    def check_operand(self, view: TensorView) -> None:
+        """Refuse a view whose memory is gone or belongs to another runtime.
+
+        Raises:
+            DeviceMemoryError: either is so.
+        """
+        owner = view.owner
+        if owner.runtime is not self:
+            raise DeviceMemoryError(f"{view!r} belongs to another runtime, not to this one on {self.device}")
+        if owner.is_freed:
+            raise DeviceMemoryError(f"{view!r} was freed")
+
+    def _tensor(self, metadata: TensorMetadata, operation: str) -> TensorMut:
+        owner = self._memory.alloc(metadata.nbytes, operation=operation)
+        return TensorMut(owner.ptr, metadata, owner)
+
+    # Exchange with other libraries; called by the tensors' protocol methods.
+
+    def array_interface(self, view: TensorView) -> dict[str, Any]:
+        self.check_operand(view)
+        return interop.array_interface(view, self._driver.name, self._streams.compute)
+
+    def to_dlpack(self, view: TensorView, **request: Any) -> Any:
+        self.check_operand(view)
+        if self._driver.name == "host":
+            return interop.export_host_copy(self.read(view), view.metadata, **request)
+        with self._session.driving("__dlpack__", in_capture=True):
+            capturing = self._session.capturing
+            return interop.export_dlpack(view, self._streams, self.dlpack_device(), capturing=capturing, **request)
+
+    def dlpack_device(self) -> tuple[int, int]:
+        return interop.dlpack_device(self._driver.name, self._primary.device)
+
+    # Raw memory, by address.
+
+    def alloc_raw(self, nbytes: int) -> int:
+        """The address of ``nbytes`` (at least one) of device memory, until :meth:`free_raw`."""
+        with self._session.lock:
+            allocation = self._memory.alloc(nbytes)
+            self._raw[allocation.ptr] = allocation
+            return allocation.ptr
+
+    def free_raw(self, ptr: int) -> None:
+        """Give back what :meth:`alloc_raw` returned.
+
+        Raises:
+            DeviceMemoryError: the address is not one, or was freed, or a live graph refers to it.
+        """
+        with self._session.lock:
+            allocation = self._raw.get(ptr)
+            if allocation is None:
+                raise DeviceMemoryError(f"free_raw of 0x{ptr:x}, which alloc_raw did not return or which was freed")
+            allocation.free()
+            del self._raw[ptr]
+
+    def alloc_graph_stable(self, nbytes: int) -> Allocation:
+        """Memory outside the pool: its address is nobody else's until the last owner has let it go.
+
+        It returns to the driver once the work queued until then is done.
+        """
+        return self._memory.alloc(nbytes, pooled=False, operation="alloc_graph_stable")
+
+    def trim_pool(self) -> None:
+        """Return the pool's free memory to the driver; waits for queued work."""
+        with self._session.driving("trim_pool"):
+            self._memory.trim()
+
+    def htod(self, array: ArrayLike, dst: int) -> None:
+        """Copy an array's bytes to a device address, in stream order; they are taken before the call returns."""
+        self._transfers.upload(dst, np.ascontiguousarray(array), operation="htod")
+
+    def dtoh(self, array: np.ndarray, src: int) -> None:
+        """Fill a contiguous, writable array from a device address; blocks until it is there."""
+        if not array.flags.c_contiguous or not array.flags.writeable:
+            raise TensorError("dtoh needs a C-contiguous, writable array")
+        self._transfers.download(array, src, operation="dtoh")
+
+    def dtod(self, dst: int, src: int, nbytes: int) -> None:
+        """Copy between device addresses in stream order; legal in a capture."""
+        self._transfers.copy(dst, src, nbytes)
+
+    def htod_async(self, array: ArrayLike, dst: int) -> None:
+        """:meth:`htod` on the transfer stream, between fences to the compute stream."""
+        self._transfers.upload(dst, np.ascontiguousarray(array), asynchronous=True, operation="htod_async")
+
+    def dtoh_async(self, src: int, nbytes: int) -> PendingRead:
+        """Start copying ``nbytes`` to the host on the transfer stream; ``.numpy()`` of it waits."""
+        return self._transfers.download_async(src, TensorMetadata(uint8, (nbytes,)), operation="dtoh_async")
+
+    # Kernels.
+
+    def function(self, spec: KernelSpec) -> LoadedFunction:
+        """The loaded kernel of a specialisation; compiled and loaded the first time.
+
+        Raises:
+            CaptureError: it is not loaded yet and the runtime is capturing.
+            CompileError: it does not compile.
+        """
+        return self._modules.find(spec) or self._modules.load(spec)
+
+    def nvrtc_function(
+        self,
+        module: str,
+        source: str,
+        entry: str,
+        params: Sequence[Param | tuple[str, str]],
+        *,
+        threads: int = 256,
+        macros: Mapping[str, object] | None = None,
+        contract: bool = True,
+    ) -> LoadedFunction:
+        """Compile CUDA C++ text and load one ``extern "C"`` kernel of it.
+
+        ``params`` declares the kernel's parameters as (name, kind) pairs in order, with kinds
+        ``ptr i32 u32 i64 u64 f32 f64``; ``macros`` are ``-D`` definitions. On the host driver, ``entry``
+        must be one of the host entries that the runtime was opened with.
+        """
+        spec = KernelSpec(
+            source=module,
+            entry=entry,
+            params=tuple(Param(*param) for param in params),
+            threads=threads,
+            macros=tuple((name, str(value)) for name, value in (macros or {}).items()),
+            contract=contract,
+            code=source,
+        )
+        return self.function(spec)
+
+    def require_nvrtc_half_headers(self, op: str) -> None:
+        """Refuse ``op`` where NVRTC would not find ``cuda_fp16.h`` and ``cuda_bf16.h``, saying how to get them."""
+        self._compiler.require_half_headers(op)
+
+    def require_nvrtc_tensor_core_headers(self, op: str) -> None:
+        """Refuse ``op`` where NVRTC would not find ``mma.h``, saying how to get it."""
+        self._compiler.require_tensor_core_headers(op)
+
+    def prepare(self, function: LoadedFunction, config: LaunchConfig, *arguments: Any) -> PreparedLaunch:
+        """Check and pack one launch; a tensor stands for its address.
+
+        Raises:
+            LaunchError: the count or a kind is wrong, or the device cannot give the grid or shared memory.
+            DeviceMemoryError: a tensor is dead or another runtime's.
+        """
+        for argument in arguments:
+            if isinstance(argument, TensorView):
+                self.check_operand(argument)
+        limits = self.capabilities
+        if config.grid[0] > limits.max_grid_dim_x:
+            raise LaunchError(f"{function.spec.entry}: grid.x = {config.grid[0]} exceeds {limits.max_grid_dim_x}")
+        if config.shared_bytes:
+            function.require_dynamic_shared(config.shared_bytes, limits.shared_memory_per_block_optin)
+        return PreparedLaunch(function, config, arguments)
+
+    def launch(self, prepared: PreparedLaunch, operands: Sequence[TensorView] | None = None) -> None:
+        """Enqueue a prepared launch on the compute stream: the one place where a kernel starts.
+
+        ``operands`` are the tensors it touches, which a graph being recorded keeps alive; by default those
+        given to :meth:`prepare`. A zero grid launches nothing and is counted.
+        """
+        session = self._session
+        with session.lock:
+            if session.refusal is not None:
+                raise session.refusal()
+            if 0 in prepared.config.grid:
+                self._counters.empty_launches += 1
+                return
+            try:
+                if self._driver.ctx_get_current() == session.context:
+                    self._start(prepared)
+                else:
+                    with session.current():
+                        self._start(prepared)
+            except DeviceFaultError as fault:
+                raise session.poison(fault) from None
+            except DriverError as error:
+                self._recorder.failed(error)
+                raise
+            self._counters.launches += 1
+            self._note(prepared.label, prepared.operands if operands is None else operands)
+            if self.eager_sync and not session.capturing:
+                self.synchronize()
+
+    def _start(self, prepared: PreparedLaunch) -> None:
+        config = prepared.config
+        self._driver.launch_kernel(
+            prepared.function.handle,
+            config.grid,
+            config.block,
+            config.shared_bytes,
+            self._streams.compute,
+            prepared.params,
+        )
+
+    def _note(self, label: str, operands: Sequence[TensorView]) -> None:
+        if self._session.capturing:
+            self._recorder.record(label, operands)
+        else:
+            self._session.enqueued(label)
+
+    def exclusive(self) -> threading.RLock:
+        """The runtime's lock, for a ``with`` that has to see several calls undisturbed by other threads."""
+        return self._session.lock
+
+    def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
+        """Keep ``resources`` alive with the graph that is being recorded; nothing to do outside a capture."""
+        self._recorder.retain(resources)
+
+    # Graphs.
+
+    @contextmanager
+    def capture(
+        self, kernels: Iterable[Kernel] = (), *, into: CapturedGraph | None = None, name: str | None = None
+    ) -> Iterator[CapturedGraph]:
+        """Record the launches of the ``with`` body into a graph.
+
+        Every kernel in ``kernels`` is asked for its capture support before anything is recorded. ``into``
+        adds a segment to a graph that exists. If the body raises, the capture is aborted and the error goes
+        on; the runtime is idle again either way.
+
+        Raises:
+            CaptureError: a kernel declines, or a capture is open.
+            GraphError: the driver could not end or instantiate the capture.
+        """
+        graph = self._new_graph(name) if into is None else into
+        self._recorder.begin(graph, kernels)
+        try:
+            yield graph
+        except BaseException:
+            try:
+                self._recorder.abort()
+            except NxrtError:
+                logger.exception("could not abort the capture of %s after an error in its body", graph.name)
+            raise
+        self._recorder.end()
+
+    def begin_graph_capture(self, kernels: Iterable[Kernel] = (), slot: GraphSlot = GraphSlot.PRIMARY) -> None:
+        """Open a capture of the slot's next segment, after every kernel was asked for its support."""
+        graph = self._slots.get(slot)
+        if graph is None or graph.is_closed:
+            graph = self._new_graph(f"the {slot.value} graph")
+        self._recorder.begin(graph, kernels)
+        self._slots[slot] = graph
+
+    def end_graph_capture(self) -> CapturedGraph:
+        """Close the capture and install its segment."""
+        return self._recorder.end()
+
+    def abort_graph_capture(self) -> None:
+        """Leave capture mode and discard what was recorded; does nothing when idle."""
+        self._recorder.abort()
+
+    def replay_graph(self, slot: GraphSlot = GraphSlot.PRIMARY) -> None:
+        """Enqueue every segment of the slot's graph in capture order.
+
+        Raises:
+            GraphError: no executable is installed.
+        """
+        self._slot(slot).replay()
+
+    def replay_graph_segment(self, index: int, slot: GraphSlot = GraphSlot.PRIMARY) -> None:
+        """Enqueue one segment of the slot's graph."""
+        self._slot(slot).replay_segment(index)
+
+    def graph_segment_count(self, slot: GraphSlot = GraphSlot.PRIMARY) -> int:
+        """How many segments the slot's graph has."""
+        return self._slots[slot].segment_count if slot in self._slots else 0
+
+    def has_graph_executable(self, slot: GraphSlot = GraphSlot.PRIMARY) -> bool:
+        return self.graph_segment_count(slot) > 0
+
+    def reset_graph(self, slot: GraphSlot = GraphSlot.PRIMARY) -> bool:
+        """Destroy the slot's graph; returns whether there was one.
+
+        Raises:
+            CaptureError: a capture is open.
+        """
+        if self.is_capturing():
+            raise CaptureError(
+                "cannot reset CUDA graph while stream capture is active; end capture first",
+                operation="reset_graph",
+                state="capturing",
+            )
+        had_graph = self.has_graph_executable(slot)
+        graph = self._slots.pop(slot, None)
+        if graph is not None:
+            graph.close()
+        return had_graph
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread has a capture open on this runtime."""
+        with self._session.lock:
+            return self._session.capturing
+
+    def capture_status(self) -> CaptureStatus:
+        """The driver's own word on the compute stream: none, active or invalidated."""
+        with self._session.driving("capture_status", in_capture=True) as driver:
+            return driver.stream_capture_status(self._streams.compute)
+
+    def _new_graph(self, name: str | None) -> CapturedGraph:
+        name = name or f"graph {next(self._graph_numbers)}"
+        graph = CapturedGraph(name, self._session, self._streams, self._counters)
+        self._graphs.add(graph)
+        return graph
+
+    def _slot(self, slot: GraphSlot) -> CapturedGraph:
+        graph = self._slots.get(slot)
+        if graph is None:
+            raise GraphError(f"cannot replay CUDA graph because no executable is installed in the {slot.value} slot")
+        return graph
+
+    # The capture-error word.
+
+    @property
+    def capture_error_ptr(self) -> int:
+        """The address of the u32 that kernels latch a :class:`CaptureErrorCode` into."""
+        return self._capture_error.ptr
+
+    def check_capture_error(self) -> CaptureErrorCode:
+        """What kernels have latched since the last reset; blocks until queued work is done."""
+        word = np.zeros(1, np.uint32)
+        self._transfers.download(word, self._capture_error.ptr, operation="check_capture_error")
+        return CaptureErrorCode(int(word[0]))
+
+    def reset_capture_error(self) -> None:
+        """Clear the word, in stream order."""
+        with self._session.driving("reset_capture_error"):
+            self._transfers.fill(self._capture_error.ptr, 0, 4)
+
+    # Statistics.
+
+    def stats(self) -> RuntimeStats:
+        """A snapshot of the runtime's counters."""
+        with self._session.lock:
+            counters = {name: getattr(self._counters, name) for name in RuntimeCounters.__slots__}
+        modules = self._modules.stats()
+        counters.update(
+            modules_compiled=modules.modules_compiled,
+            program_cache_hits=modules.cache_hits,
+            compile_seconds=modules.compile_seconds,
+        )
+        return RuntimeStats(**counters)
+
+    def __repr__(self) -> str:
+        return f"CudaRuntime({self.device!r}, {self.device_name!r}{', closed' if self.is_closed else ''})"
+
+
+_open_runtimes: weakref.WeakSet[CudaRuntime] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for runtime in list(_open_runtimes):
+        try:
+            runtime.close()
+        except NxrtError as error:
+            logger.warning("closing the runtime on %s at exit: %s", runtime.device, error)

@@ -1,0 +1,195 @@
+"""Copies between host and device: pinned staging, blocking copies, and the transfer stream.
+
+An upload is staged: its bytes are copied out of the caller's array before the call returns, so no
+queued work ever reads memory that Python may recycle. Asynchronous copies run on the transfer stream
+between two fences: they start after the compute work queued before them, and compute work queued after
+them waits. No copy to or from the host is legal in a capture, where it would record a host address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from nxrt_cuda.context import Session
+from nxrt_cuda.stats import RuntimeCounters
+from nxrt_cuda.streams import Streams
+from nxrt_cuda.tensor import TensorMetadata
+
+__all__ = ["PendingRead", "Transfers"]
+
+_SMALLEST = 4 << 10
+_CHUNK = 8 << 20
+_IN_FLIGHT_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """One page-locked host buffer."""
+
+    address: int
+    bytes: np.ndarray
+
+
+class _Staging:
+    """Page-locked buffers by power-of-two size, recycled when the copies that use them are done."""
+
+    def __init__(self, session: Session, streams: Streams) -> None:
+        self._driver = session.driver
+        self._streams = streams
+        self._idle: dict[int, list[_Pinned]] = {}
+        self._buffers: list[_Pinned] = []
+        # Finalisers append here too, so entries are not in order of completion.
+        self.in_flight: deque[tuple[int, _Pinned]] = deque()
+
+    def take(self, nbytes: int) -> _Pinned:
+        """A buffer of at least ``nbytes``; waits for the oldest copy once too much is in flight."""
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        self._collect(waiting=sum(p.bytes.size for _, p in self.in_flight) + size > _IN_FLIGHT_LIMIT)
+        idle = self._idle.get(size)
+        if idle:
+            return idle.pop()
+        address = self._driver.mem_host_alloc(size)
+        buffer = _Pinned(address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
+        self._buffers.append(buffer)
+        return buffer
+
+    def _collect(self, waiting: bool) -> None:
+        for _ in range(len(self.in_flight)):
+            event, buffer = self.in_flight.popleft()
+            if waiting:
+                self._driver.event_synchronize(event)
+            elif not self._driver.event_query(event):
+                self.in_flight.append((event, buffer))
+                continue
+            self._streams.recycle(event)
+            self.put(buffer)
+
+    def put(self, buffer: _Pinned) -> None:
+        """Take back a buffer that no copy uses."""
+        self._idle.setdefault(buffer.bytes.size, []).append(buffer)
+
+    def close(self) -> None:
+        """Free every buffer; all copies must be done."""
+        while self.in_flight:
+            self._streams.recycle(self.in_flight.popleft()[0])
+        self._idle.clear()
+        for buffer in self._buffers:
+            self._driver.mem_host_free(buffer.address)
+        self._buffers.clear()
+
+
+class PendingRead:
+    """A device-to-host copy under way on the transfer stream; :meth:`numpy` waits for it."""
+
+    __slots__ = ("_buffer", "_event", "_metadata", "_result", "_transfers")
+
+    def __init__(self, transfers: Transfers, metadata: TensorMetadata, buffer: _Pinned, event: int) -> None:
+        self._transfers = transfers
+        self._metadata = metadata
+        self._buffer: _Pinned | None = buffer
+        self._event = event
+        self._result: np.ndarray | None = None
+
+    def numpy(self) -> np.ndarray:
+        """The copied array; blocks until the copy is done, the first time."""
+        if self._result is None:
+            self._result = self._transfers.finish(self._metadata, self._buffer, self._event)
+            self._buffer = None
+        return self._result
+
+    def __del__(self) -> None:
+        buffer = getattr(self, "_buffer", None)
+        if buffer is not None:
+            self._transfers.staging.in_flight.append((self._event, buffer))
+
+
+class Transfers:
+    """Every copy of one runtime."""
+
+    def __init__(self, session: Session, streams: Streams, counters: RuntimeCounters) -> None:
+        self._session = session
+        self._streams = streams
+        self._counters = counters
+        self.staging = _Staging(session, streams)
+
+    def upload(self, dst: int, source: np.ndarray, *, asynchronous: bool = False, operation: str) -> None:
+        """Copy a contiguous array to ``dst``, in order of the compute stream or on the transfer stream."""
+        raw = source.reshape(-1).view(np.uint8)
+        stream = self._streams.transfer if asynchronous else self._streams.compute
+        with self._session.driving(operation) as driver:
+            if asynchronous:
+                self._streams.fence(self._streams.compute, stream)
+            for start in range(0, raw.size, _CHUNK):
+                chunk = raw[start : start + _CHUNK]
+                buffer = self.staging.take(chunk.size)
+                buffer.bytes[: chunk.size] = chunk
+                try:
+                    driver.memcpy_htod_async(dst + start, buffer.address, chunk.size, stream)
+                except BaseException:
+                    self.staging.put(buffer)
+                    raise
+                self.staging.in_flight.append((self._streams.record(stream), buffer))
+            if asynchronous:
+                self._streams.fence(stream, self._streams.compute)
+            self._counters.htod_copies += 1
+            self._counters.htod_bytes += raw.size
+            self._counters.async_copies += asynchronous
+
+    def download(self, target: np.ndarray, src: int, *, operation: str) -> None:
+        """Fill a contiguous array from ``src`` once queued work is done; blocks."""
+        with self._session.driving(operation) as driver:
+            if target.nbytes:
+                driver.memcpy_dtoh_async(target.ctypes.data, src, target.nbytes, self._streams.compute)
+            self._counters.dtoh_copies += 1
+            self._counters.dtoh_bytes += target.nbytes
+        self._streams.wait(self._streams.compute, operation)
+
+    def download_async(self, src: int, metadata: TensorMetadata, *, operation: str) -> PendingRead:
+        """Start copying a contiguous tensor to the host on the transfer stream."""
+        transfer = self._streams.transfer
+        with self._session.driving(operation) as driver:
+            buffer = self.staging.take(max(metadata.nbytes, 1))
+            self._streams.fence(self._streams.compute, transfer)
+            if metadata.nbytes:
+                driver.memcpy_dtoh_async(buffer.address, src, metadata.nbytes, transfer)
+            pending = PendingRead(self, metadata, buffer, self._streams.record(transfer))
+            self._streams.fence(transfer, self._streams.compute)
+            self._counters.dtoh_copies += 1
+            self._counters.dtoh_bytes += metadata.nbytes
+            self._counters.async_copies += 1
+            return pending
+
+    def finish(self, metadata: TensorMetadata, buffer: _Pinned | None, event: int) -> np.ndarray:
+        """Wait for a pending read and take its bytes out of the staging buffer."""
+        assert buffer is not None
+        with self._session.driving("dtoh_async"):
+            pass
+        self._streams.wait_event(event)
+        array = buffer.bytes[: metadata.nbytes].view(metadata.dtype.numpy).reshape(metadata.shape).copy()
+        with self._session.lock:
+            self._streams.recycle(event)
+            self.staging.put(buffer)
+        return array
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        """Device to device on the compute stream; legal in a capture."""
+        with self._session.driving("dtod", in_capture=True) as driver:
+            if nbytes:
+                driver.memcpy_dtod_async(dst, src, nbytes, self._streams.compute)
+            self._counters.dtod_copies += 1
+            self._counters.dtod_bytes += nbytes
+
+    def fill(self, dst: int, value: int, nbytes: int) -> None:
+        """Set bytes on the compute stream; legal in a capture."""
+        with self._session.driving("memset", in_capture=True) as driver:
+            if nbytes:
+                driver.memset_d8_async(dst, value, nbytes, self._streams.compute)
+            self._counters.memsets += 1
+
+    def close(self) -> None:
+        """Free the staging buffers; all copies must be done."""
+        self.staging.close()
