@@ -7,7 +7,7 @@ room of a runtime goes through to reach the driver. It makes sure that
 - one thread at a time works on the runtime, and a capturing thread keeps the others out until the
   capture has ended (the *capture gate*: a launch, an allocation or a module load of another thread
   would otherwise end up in the graph or spoil it);
-- the context is current on the calling thread, and the caller's own is back afterwards;
+- the context is current on the calling thread, and the caller's own, if it has one, is back afterwards;
 - a closed, forked or faulted runtime refuses, with the reason, before it touches the driver;
 - what Python's collector drops, at any instruction and in a capture too, is released later: finalisers
   only append to a queue, which :meth:`Session.collect` empties outside captures.
@@ -31,6 +31,11 @@ from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, NxrtEr
 __all__ = ["Capabilities", "PrimaryContext", "Session"]
 
 logger = logging.getLogger("nxrt_cuda")
+
+_CONTEXT_MISSING = frozenset(
+    f"CUDA_ERROR_{status}" for status in ("INVALID_CONTEXT", "CONTEXT_IS_DESTROYED", "INVALID_HANDLE")
+)
+"""How the driver refuses a call made with no context, a dead one, or that of another device."""
 
 _SUSPECTS = 64
 """How many launches since the last good synchronise a fault report names."""
@@ -118,11 +123,13 @@ class PrimaryContext:
             return context
 
     def release(self) -> None:
-        """Give up one use; the last one releases the context."""
+        """Give up one use; the last one releases the context, and this thread does not keep it current."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
                 del self._retained[(id(self.driver), self.device)]
+                if self.driver.ctx_get_current() == self.handle:
+                    self.driver.ctx_pop_current()
                 self.driver.primary_ctx_release(self.device)
 
 
@@ -174,17 +181,39 @@ class Session:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The context current on this thread, a device fault recorded, and the caller's context back."""
-        foreign = self.driver.ctx_get_current() != self.context
-        if foreign:
+        """The context current on this thread, a device fault recorded, and the caller's context back.
+
+        A thread that has no context keeps this one, as with the CUDA runtime API.
+        """
+        present = self.driver.ctx_get_current()
+        if present != self.context:
             self.driver.ctx_push_current(self.context)
         try:
             yield
         except DeviceFaultError as fault:
             raise self.poison(fault) from None
         finally:
-            if foreign:
+            if present not in (0, self.context):
                 self.driver.ctx_pop_current()
+
+    def enqueue(self, call: Callable[..., None], *arguments: object) -> None:
+        """Make one call that puts work on the compute stream; the lock is held.
+
+        The context is nearly always current, and asking the driver costs as much as a third of a graph
+        launch. So the call is made, and only if the driver misses its context made again with it. In a
+        capture a failed call would spoil the graph: there the context is made current first.
+        """
+        if not self.capturing:
+            try:
+                call(*arguments)
+                return
+            except DeviceFaultError as fault:
+                raise self.poison(fault) from None
+            except DriverError as error:
+                if error.name not in _CONTEXT_MISSING:
+                    raise
+        with self.current():
+            call(*arguments)
 
     def enqueued(self, label: str) -> None:
         """Note work that the next asynchronous fault may come from."""

@@ -80,7 +80,11 @@ def data_type(dtype: object) -> DataType:
     if isinstance(dtype, DataType):
         return dtype
     try:
-        return _BY_NUMPY[np.dtype(dtype)]  # type: ignore[call-overload]
-    except (KeyError, TypeError):
+        # NumPy takes None for float64; a dtype that was forgotten is an error here.
+        found = None if dtype is None else _BY_NUMPY.get(np.dtype(dtype))  # type: ignore[call-overload]
+    except TypeError:
+        found = None
+    if found is None:
         supported = ", ".join(d.numpy.name for d in _BY_NUMPY.values())
-        raise TensorError(f"dtype {dtype!r} is not supported; use one of {supported}") from None
+        raise TensorError(f"dtype {dtype!r} is not supported; use one of {supported}")
+    return found

@@ -44,7 +44,10 @@ __all__ = [
 
 
 class NxrtError(Exception):
-    """Base of every error raised by this package."""
+    """Base of every error raised by this package. Can be pickled, so that a worker process can raise it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
 
 
 class DriverError(NxrtError):
@@ -170,3 +173,10 @@ class TensorError(NxrtError):
 
 class RuntimeStateError(NxrtError):
     """The runtime is closed, was inherited through ``fork``, or is used in the wrong order."""
+
+
+def _restore(kind: type[NxrtError], args: tuple[object, ...], state: dict[str, object]) -> NxrtError:
+    """The unpickled error; its constructor takes other arguments than ``args``, which is the message."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error

@@ -148,20 +148,11 @@ class CapturedGraph:
             if not executables:
                 state = "it is closed" if self._closed else "no executable is installed"
                 raise GraphError(f"cannot replay CUDA graph {self.name} because {state}")
-            driver = session.driver
-            if driver.ctx_get_current() == session.context:
-                self._enqueue(executables)
-            else:
-                with session.current():
-                    self._enqueue(executables)
+            for executable in executables:
+                session.enqueue(session.driver.graph_launch, executable, self._streams.compute)
             session.enqueued(label)
             self.replays += 1
             self._counters.graph_replays += len(executables)
-
-    def _enqueue(self, executables: tuple[int, ...]) -> None:
-        launch, stream = self._session.driver.graph_launch, self._streams.compute
-        for executable in executables:
-            launch(executable, stream)
 
     def _install(self, segment: _Segment) -> None:
         self._segments = (*self._segments, segment)

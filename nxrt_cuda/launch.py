@@ -39,26 +39,27 @@ class _Kind(NamedTuple):
     def size(self) -> int:
         return struct.calcsize(self.code)
 
-    def number(self, value: Any) -> int | float:
-        """``value`` as the number to pack; TypeError for another type, OverflowError outside the width."""
+    def pack(self, value: Any) -> bytes:
+        """``value`` in the declared width; TypeError for another type, OverflowError where it does not fit."""
         if self.bounds is None:
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError
-            return float(value)
+            return struct.pack(self.code, float(value))
         number = as_index(value)
         if number not in self.bounds:
             raise OverflowError
-        return number
+        return struct.pack(self.code, number)
 
 
+# "<": in struct's native mode "f" turns what is too large into infinity; in this one it refuses.
 _KINDS = {
-    "ptr": _Kind("Q", "T*", range(2**64)),
-    "i32": _Kind("i", "int", range(-(2**31), 2**31)),
-    "u32": _Kind("I", "unsigned int", range(2**32)),
-    "i64": _Kind("q", "long long", range(-(2**63), 2**63)),
-    "u64": _Kind("Q", "unsigned long long", range(2**64)),
-    "f32": _Kind("f", "float"),
-    "f64": _Kind("d", "double"),
+    "ptr": _Kind("<Q", "T*", range(2**64)),
+    "i32": _Kind("<i", "int", range(-(2**31), 2**31)),
+    "u32": _Kind("<I", "unsigned int", range(2**32)),
+    "i64": _Kind("<q", "long long", range(-(2**63), 2**63)),
+    "u64": _Kind("<Q", "unsigned long long", range(2**64)),
+    "f32": _Kind("<f", "float"),
+    "f64": _Kind("<d", "double"),
 }
 
 _ALIGNMENT = 64
@@ -88,6 +89,9 @@ class KernelSpec:
         threads: threads a block; passed to the kernel as the macro ``THREADS``.
         contract: whether the compiler may fuse ``a * b + c``.
         code: CUDA C++ text that is not a file of this package.
+
+    Raises:
+        LaunchError: a parameter's kind is unknown.
     """
 
     source: str
@@ -97,6 +101,13 @@ class KernelSpec:
     macros: tuple[tuple[str, str], ...] = ()
     contract: bool = True
     code: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in self.params:
+            if kind not in _KINDS:
+                raise LaunchError(
+                    f"{self.entry}: parameter '{name}' is of the unknown kind {kind!r}; there are {', '.join(_KINDS)}"
+                )
 
     @cached_property
     def layout(self) -> tuple[ParamInfo, ...]:
@@ -121,9 +132,9 @@ class LaunchConfig:
     """Grid and block extents and dynamic shared memory of one launch, in blocks, threads and bytes.
 
     Raises:
-        LaunchError: an extent is outside what CUDA allows on every device (x up to 2**31-1 blocks,
-            y and z up to 65535; up to 1024 threads a block, z up to 64). A zero grid is legal and
-            launches nothing.
+        LaunchError: an extent is no int, or outside what CUDA allows on every device (x up to 2**31-1
+            blocks, y and z up to 65535; up to 1024 threads a block, z up to 64). A zero grid is legal
+            and launches nothing.
     """
 
     grid: Dim3
@@ -135,6 +146,8 @@ class LaunchConfig:
             ("grid", self.grid, (0, 0, 0), (2**31 - 1, 65535, 65535)),
             ("block", self.block, (1, 1, 1), (1024, 1024, 64)),
         ):
+            if len(extents) != 3 or not all(isinstance(extent, int) for extent in extents):
+                raise LaunchError(f"{name} must be three whole numbers, got {extents!r}")
             for axis, extent, low, high in zip("xyz", extents, lows, highs, strict=True):
                 if not low <= extent <= high:
                     raise LaunchError(f"{name}.{axis} = {extent} is outside [{low}, {high}]")
@@ -180,8 +193,8 @@ class PreparedLaunch:
         self.label = f"{spec.entry} grid={config.grid} block={config.block}"
         self.params: int = self._pointers.ctypes.data
         self.operands = tuple(value for value in arguments if isinstance(value, TensorView))
-        for position, value in enumerate(arguments):
-            self.set(position, value.ptr if isinstance(value, TensorView) else value)
+        for position, (value, param) in enumerate(zip(arguments, spec.params, strict=True)):
+            self.set(position, value.ptr if isinstance(value, TensorView) and param.kind == "ptr" else value)
 
     def set(self, position: int, value: Any) -> None:
         """Renew argument ``position`` with a number or an address.
@@ -193,8 +206,9 @@ class PreparedLaunch:
         spec = self.function.spec
         name, kind_name = spec.params[position]
         kind = _KINDS[kind_name]
+        offset, size = spec.layout[position]
         try:
-            struct.pack_into(kind.code, self._block, spec.layout[position].offset, kind.number(value))
+            self._block[offset : offset + size] = kind.pack(value)
         except TypeError:
             raise LaunchError(f"{spec.entry}: argument '{name}' ({kind.cuda}) got {value!r}") from None
         except OverflowError:

@@ -24,7 +24,6 @@ from nxrt_cuda.driver.base import CaptureStatus
 from nxrt_cuda.dtype import data_type, uint8
 from nxrt_cuda.errors import (
     CaptureError,
-    DeviceFaultError,
     DeviceMemoryError,
     DriverError,
     GraphError,
@@ -443,8 +442,15 @@ class CudaRuntime:
         """Enqueue a prepared launch on the compute stream: the one place where a kernel starts.
 
         ``operands`` are the tensors it touches, which a graph being recorded keeps alive; by default those
-        given to :meth:`prepare`. A zero grid launches nothing and is counted.
+        given to :meth:`prepare`, which are checked again. A zero grid launches nothing and is counted.
+
+        Raises:
+            DeviceMemoryError: a tensor was freed since it was given to :meth:`prepare`.
         """
+        if operands is None:
+            operands = prepared.operands
+            for view in operands:
+                self.check_operand(view)
         session = self._session
         with session.lock:
             if session.refusal is not None:
@@ -452,32 +458,24 @@ class CudaRuntime:
             if 0 in prepared.config.grid:
                 self._counters.empty_launches += 1
                 return
+            config = prepared.config
             try:
-                if self._driver.ctx_get_current() == session.context:
-                    self._start(prepared)
-                else:
-                    with session.current():
-                        self._start(prepared)
-            except DeviceFaultError as fault:
-                raise session.poison(fault) from None
+                session.enqueue(
+                    self._driver.launch_kernel,
+                    prepared.function.handle,
+                    config.grid,
+                    config.block,
+                    config.shared_bytes,
+                    self._streams.compute,
+                    prepared.params,
+                )
             except DriverError as error:
                 self._recorder.failed(error)
                 raise
             self._counters.launches += 1
-            self._note(prepared.label, prepared.operands if operands is None else operands)
+            self._note(prepared.label, operands)
             if self.eager_sync and not session.capturing:
                 self.synchronize()
-
-    def _start(self, prepared: PreparedLaunch) -> None:
-        config = prepared.config
-        self._driver.launch_kernel(
-            prepared.function.handle,
-            config.grid,
-            config.block,
-            config.shared_bytes,
-            self._streams.compute,
-            prepared.params,
-        )
 
     def _note(self, label: str, operands: Sequence[TensorView]) -> None:
         if self._session.capturing:

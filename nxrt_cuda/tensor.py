@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from operator import index as as_index
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nxrt_cuda.dtype import DataType, data_type
@@ -56,11 +58,12 @@ class MemoryOwner(Protocol):
     def free(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorMetadata:
     """Element type, shape and element strides, without memory.
 
-    ``strides`` default to row-major contiguous ones.
+    ``strides`` default to row-major contiguous ones. What is derived from them is computed once: kernels
+    look their plans up by metadata at every execution.
     """
 
     dtype: DataType
@@ -75,16 +78,23 @@ class TensorMetadata:
         if len(self.strides) != len(self.shape):
             raise TensorError(f"strides {self.strides} and shape {self.shape} differ in rank")
 
-    @property
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dtype, self.shape, self.strides))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
     def elements(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the elements themselves; a strided tensor spans more."""
         return self.elements * self.dtype.itemsize
 
-    @property
+    @cached_property
     def reach(self) -> tuple[int, int]:
         """The lowest, and one past the highest, element offset that is addressed; (0, 0) when empty."""
         if self.elements == 0:
@@ -92,12 +102,12 @@ class TensorMetadata:
         offsets = [(extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)]
         return sum(o for o in offsets if o < 0), sum(o for o in offsets if o > 0) + 1
 
-    @property
+    @cached_property
     def span_bytes(self) -> int:
         """Bytes from the first element to the end of the last, gaps included."""
         return self.reach[1] * self.dtype.itemsize
 
-    @property
+    @cached_property
     def is_contiguous(self) -> bool:
         """Row-major without gaps. The stride of an extent of one does not matter, nor any of an empty tensor."""
         step = 1
@@ -127,6 +137,8 @@ class TensorView:
         self.owner = owner
         if metadata.reach[0] < 0:
             raise TensorError(f"strides {metadata.strides} of shape {metadata.shape} reach before the tensor")
+        if metadata.elements and ptr < owner.ptr:
+            raise TensorError(f"a tensor at 0x{ptr:x} begins before its memory at 0x{owner.ptr:x}")
         if metadata.elements and ptr + metadata.span_bytes > owner.ptr + owner.nbytes:
             raise TensorError(
                 f"a {metadata.dtype} tensor of shape {metadata.shape} at 0x{ptr:x} reaches past its memory, "
@@ -252,5 +264,13 @@ class TensorMut(TensorView):
 
 
 def as_metadata(shape: Sequence[int], dtype: object) -> TensorMetadata:
-    """Contiguous metadata from loose arguments."""
-    return TensorMetadata(data_type(dtype), tuple(int(extent) for extent in shape))
+    """Contiguous metadata from loose arguments.
+
+    Raises:
+        TensorError: an extent is negative or no whole number, or the dtype is unknown here.
+    """
+    try:
+        extents = tuple(as_index(extent) for extent in shape)
+    except TypeError:
+        raise TensorError(f"the extents of shape {shape!r} must be whole numbers") from None
+    return TensorMetadata(data_type(dtype), extents)
