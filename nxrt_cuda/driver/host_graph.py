@@ -1,0 +1,250 @@
+"""The host driver's captures and graphs.
+
+A capture begins on one stream and spreads: a stream that waits for an event recorded in it joins it
+(fork), and must be waited for in turn (join) before it ends. What is queued on its streams becomes nodes,
+each depending on the tail of its stream; nothing runs. The capture is invalid from the first illegal act
+on, and then ends without a graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from nxrt_cuda.driver.base import CaptureMode
+from nxrt_cuda.driver.host_status import Failure
+from nxrt_cuda.driver.host_stream import Stream
+from nxrt_cuda.driver.host_work import Operation
+
+__all__ = ["Capture", "CapturedMark", "Captures", "Graph", "GraphExec", "GraphNode", "GraphRun"]
+
+Tail = frozenset[int]
+"""The nodes, by index, that the next node of a stream must wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """Recorded work and the nodes it must come after."""
+
+    work: Operation
+    dependencies: Tail
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in the order they were recorded in; dependencies point backwards."""
+
+    nodes: tuple[GraphNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedMark:
+    """An event record inside a capture: the tail of its stream at that moment."""
+
+    capture: Capture
+    tail: Tail
+
+
+class Capture:
+    """One capture in progress.
+
+    Attributes:
+        mode: which calls of which threads invalidate it.
+        thread: the one that began it.
+        invalidated_by: the first illegal act, in words.
+    """
+
+    def __init__(self, origin: Stream, mode: CaptureMode) -> None:
+        self.mode = mode
+        self.thread = threading.current_thread()
+        self.invalidated_by: str | None = None
+        self._origin = origin
+        self._nodes: list[GraphNode] = []
+        self._tails: dict[Stream, Tail] = {origin: frozenset()}
+        origin.capture = self
+
+    def record(self, stream: Stream, work: Operation) -> None:
+        """Append ``work`` to ``stream``'s part of the graph."""
+        self._require_valid()
+        self._nodes.append(GraphNode(work, self._tails[stream]))
+        self._tails[stream] = frozenset({len(self._nodes) - 1})
+
+    def mark(self, stream: Stream) -> CapturedMark:
+        self._require_valid()
+        return CapturedMark(self, self._tails[stream])
+
+    def join(self, stream: Stream, mark: CapturedMark) -> None:
+        """Let ``stream``, which may be new to this capture, continue after ``mark``."""
+        self._require_valid()
+        self._tails[stream] = self._tails.get(stream, frozenset()) | mark.tail
+        stream.capture = self
+
+    def invalidate(self, reason: str) -> None:
+        self.invalidated_by = self.invalidated_by or reason
+
+    def refuse(self, status: str, reason: str) -> NoReturn:
+        """Invalidate the capture, and fail the call that did it."""
+        self.invalidate(reason)
+        raise Failure(status, reason)
+
+    def end(self, stream: Stream) -> Graph:
+        """Finish; every stream leaves the capture, whether or not a graph comes of it."""
+        if stream is not self._origin:
+            raise Failure(
+                "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", f"{stream} joined a capture that began on {self._origin}"
+            )
+        if self.mode is not CaptureMode.RELAXED and self.thread is not threading.current_thread():
+            raise Failure(
+                "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", f"the capture on {stream} began on thread {self.thread.name}"
+            )
+        for member in self._tails:
+            member.capture = None
+        self._require_valid()
+        joined = self._ancestors(self._tails[self._origin])
+        loose = [str(member) for member, tail in self._tails.items() if not tail <= joined]
+        if loose:
+            self.invalidate(f"{', '.join(loose)} was not joined")
+            raise Failure(
+                "CUDA_ERROR_STREAM_CAPTURE_UNJOINED",
+                f"{self._origin} does not wait for the last work captured on {', '.join(loose)}",
+            )
+        return Graph(tuple(self._nodes))
+
+    def _ancestors(self, tail: Tail) -> set[int]:
+        """``tail`` and everything it comes after."""
+        seen: set[int] = set()
+        pending = set(tail)
+        while pending:
+            index = pending.pop()
+            seen.add(index)
+            pending |= self._nodes[index].dependencies - seen
+        return seen
+
+    def _require_valid(self) -> None:
+        if self.invalidated_by is not None:
+            raise Failure("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", f"invalidated by: {self.invalidated_by}")
+
+
+class _Mode(threading.local):
+    def __init__(self) -> None:
+        self.value = CaptureMode.GLOBAL
+
+
+class Captures:
+    """The captures in progress, and which calls they forbid to whom."""
+
+    def __init__(self) -> None:
+        self._open: list[Capture] = []
+        self._mode = _Mode()
+
+    def begin(self, stream: Stream, mode: CaptureMode) -> None:
+        if stream.capture is not None:
+            raise Failure("CUDA_ERROR_ILLEGAL_STATE", f"{stream} is capturing already")
+        self._open.append(Capture(stream, mode))
+
+    def end(self, stream: Stream) -> Graph:
+        capture = stream.capture
+        if capture is None:
+            raise Failure("CUDA_ERROR_ILLEGAL_STATE", f"{stream} is not capturing")
+        try:
+            return capture.end(stream)
+        finally:
+            if stream.capture is None:
+                self._open.remove(capture)
+
+    def join(self, stream: Stream, mark: CapturedMark) -> None:
+        """Make ``stream`` wait for a record that was made in a capture."""
+        capture = mark.capture
+        if capture not in self._open:
+            raise Failure("CUDA_ERROR_CAPTURED_EVENT", f"{stream} was told to wait for an event of an ended capture")
+        if stream.capture is not None and stream.capture is not capture:
+            reason = f"{stream} was told to wait for an event of another capture"
+            stream.capture.invalidate(reason)
+            capture.refuse("CUDA_ERROR_STREAM_CAPTURE_MERGE", reason)
+        capture.join(stream, mark)
+
+    def exchange_mode(self, mode: CaptureMode) -> CaptureMode:
+        """Set how far the calling thread heeds captures; returns what it was."""
+        previous, self._mode.value = self._mode.value, mode
+        return previous
+
+    def refuse_unsafe(self, function: str) -> None:
+        """The rule of cuThreadExchangeStreamCaptureMode: who may make a potentially unsafe call now.
+
+        A thread is bound by its own captures, and in global mode by the global captures of others, too;
+        relaxed threads and relaxed captures are not concerned. The refused call invalidates what it met.
+        """
+        mode = self._mode.value
+        if mode is CaptureMode.RELAXED:
+            return
+        thread = threading.current_thread()
+        met = [
+            capture
+            for capture in self._open
+            if (capture.mode is not CaptureMode.RELAXED and capture.thread is thread)
+            or (capture.mode is CaptureMode.GLOBAL and mode is CaptureMode.GLOBAL)
+        ]
+        if met:
+            reason = f"{function} on thread {thread.name}"
+            for capture in met:
+                capture.invalidate(reason)
+            raise Failure("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", f"{reason} invalidates the capture in progress")
+
+
+class GraphExec:
+    """An executable copy of a graph.
+
+    Of nodes that no dependency orders, the one recorded last runs first. A GPU may run them in any order,
+    so a fence that was forgotten within a capture shows as stale data here.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = tuple((index, graph.nodes[index].work) for index in _latest_first(graph.nodes))
+
+    def check(self) -> None:
+        """Refuse a replay that would touch memory or code that is gone."""
+        for index, work in self.nodes:
+            dead = work.dead_operand()
+            if dead is not None:
+                raise Failure(
+                    "CUDA_ERROR_INVALID_VALUE", f"replay refers to freed memory: node {index} ({work}): {dead}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRun:
+    """One replay in a stream."""
+
+    graph_exec: GraphExec
+
+    def run(self) -> None:
+        for index, work in self.graph_exec.nodes:
+            try:
+                work.run()
+            except Failure as fault:
+                raise Failure(fault.name, f"node {index} ({work}): {fault.context}") from fault.__cause__
+
+    def __str__(self) -> str:
+        return f"graph of {len(self.graph_exec.nodes)} nodes"
+
+
+def _latest_first(nodes: Sequence[GraphNode]) -> list[int]:
+    """The topological order that always takes the highest index that is ready."""
+    missing = [len(node.dependencies) for node in nodes]
+    successors: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        for dependency in node.dependencies:
+            successors[dependency].append(index)
+    ready = [index for index, count in enumerate(missing) if count == 0]
+    order = []
+    while ready:
+        # Ascending: a successor has a higher index than the node it followed, which was the highest.
+        index = ready.pop()
+        order.append(index)
+        for successor in successors[index]:
+            missing[successor] -= 1
+            if missing[successor] == 0:
+                ready.append(successor)
+    return order

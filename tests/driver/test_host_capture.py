@@ -1,0 +1,471 @@
+"""The host driver's captures and graphs: what is recorded, what ends a capture, what a replay refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
+from tests.driver.host_rig import AXPY, Rig, image, in_thread, refused
+
+THREAD_LOCAL = CaptureMode.THREAD_LOCAL
+
+
+@pytest.fixture
+def cell(rig: Rig) -> int:
+    """Four zeroed bytes on the device."""
+    return rig.upload(np.zeros(4, np.uint8))
+
+
+def read(rig: Rig, ptr: int) -> int:
+    return int(rig.download(ptr, np.uint8, 1)[0])
+
+
+def begin(rig: Rig, mode: CaptureMode = THREAD_LOCAL) -> None:
+    rig.driver.stream_begin_capture(rig.stream, mode)
+
+
+def end(rig: Rig) -> int:
+    return rig.driver.stream_end_capture(rig.stream)
+
+
+def test_captured_work_is_recorded_and_not_run(rig: Rig, cell: int) -> None:
+    begin(rig)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.ACTIVE
+    rig.driver.memset_d8_async(cell, 3, 1, rig.stream)
+    graph = end(rig)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.NONE
+    assert read(rig, cell) == 0
+    graph_exec = rig.driver.graph_instantiate(graph)
+    rig.driver.graph_upload(graph_exec, rig.stream)
+    rig.driver.graph_launch(graph_exec, rig.stream)
+    assert read(rig, cell) == 3
+
+
+def test_a_graph_tells_its_node_types_in_order(rig: Rig, cell: int) -> None:
+    other, function = rig.driver.mem_alloc(4), rig.function(AXPY)
+    begin(rig)
+    rig.driver.memset_d8_async(cell, 0, 4, rig.stream)
+    rig.launch(function, AXPY, cell, cell, 1, 0.0)
+    rig.driver.memcpy_dtod_async(other, cell, 4, rig.stream)
+    assert rig.driver.graph_node_types(end(rig)) == ("MEMSET", "KERNEL", "MEMCPY")
+
+
+def test_an_empty_graph_is_legal_and_does_nothing(rig: Rig) -> None:
+    begin(rig)
+    graph = end(rig)
+    assert rig.driver.graph_node_types(graph) == ()
+    rig.driver.graph_launch(rig.driver.graph_instantiate(graph), rig.stream)
+    rig.driver.stream_synchronize(rig.stream)
+
+
+def test_replays_read_current_memory_with_the_arguments_of_the_capture(rig: Rig) -> None:
+    x, y = rig.upload(np.ones(2, np.float32)), rig.upload(np.zeros(2, np.float32))
+    function = rig.function(AXPY)
+    begin(rig)
+    rig.launch(function, AXPY, x, y, 2, 10.0)
+    graph_exec = rig.driver.graph_instantiate(end(rig))
+    rig.driver.graph_launch(graph_exec, rig.stream)
+    assert rig.download(y, np.float32, 2).tolist() == [10, 10]
+    five = np.full(2, 5, np.float32)
+    rig.driver.memcpy_htod_async(x, five.ctypes.data, 8, rig.stream)
+    rig.driver.graph_launch(graph_exec, rig.stream)
+    rig.driver.graph_launch(graph_exec, rig.stream)
+    assert rig.download(y, np.float32, 2).tolist() == [110, 110]
+
+
+def test_a_replay_is_ordered_in_its_stream(rig: Rig, cell: int) -> None:
+    """It comes after what was queued before it, and is lazy like everything else."""
+    begin(rig)
+    rig.driver.memset_d8_async(cell, 1, 1, rig.stream)
+    graph_exec = rig.driver.graph_instantiate(end(rig))
+    other = rig.driver.stream_create()
+    rig.driver.memset_d8_async(cell, 9, 1, rig.stream)
+    rig.driver.graph_launch(graph_exec, rig.stream)
+    assert rig.download(cell, np.uint8, 1, stream=other)[0] == 0
+    assert read(rig, cell) == 1
+
+
+def test_a_captured_upload_reads_its_host_source_at_every_replay(rig: Rig, cell: int) -> None:
+    """The graph keeps the address of the source, not its bytes."""
+    source = np.array([1], np.uint8)
+    begin(rig)
+    rig.driver.memcpy_htod_async(cell, source.ctypes.data, 1, rig.stream)
+    graph_exec = rig.driver.graph_instantiate(end(rig))
+    for value in (7, 8):
+        source[0] = value
+        rig.driver.graph_launch(graph_exec, rig.stream)
+        assert read(rig, cell) == value
+
+
+def test_an_executable_graph_outlives_its_graph(rig: Rig, cell: int) -> None:
+    begin(rig)
+    rig.driver.memset_d8_async(cell, 6, 1, rig.stream)
+    graph = end(rig)
+    graph_exec = rig.driver.graph_instantiate(graph)
+    rig.driver.graph_destroy(graph)
+    rig.driver.graph_launch(graph_exec, rig.stream)
+    rig.driver.graph_exec_destroy(graph_exec)
+    assert read(rig, cell) == 6
+    with refused("CUDA_ERROR_INVALID_HANDLE", f"0x{graph:x} is no live graph"):
+        rig.driver.graph_instantiate(graph)
+    with refused("CUDA_ERROR_INVALID_HANDLE", f"0x{graph_exec:x} is no live executable graph"):
+        rig.driver.graph_launch(graph_exec, rig.stream)
+
+
+# Fork and join
+
+
+def test_a_stream_that_waits_for_a_captured_event_joins_the_capture(rig: Rig, cell: int) -> None:
+    """Its work becomes nodes too; it leaves the capture when that ends."""
+    other, fork, join = rig.driver.stream_create(), rig.driver.event_create(False), rig.driver.event_create(False)
+    begin(rig)
+    rig.driver.memset_d8_async(cell, 1, 1, rig.stream)
+    rig.driver.event_record(fork, rig.stream)
+    rig.driver.stream_wait_event(other, fork)
+    assert rig.driver.stream_capture_status(other) is CaptureStatus.ACTIVE
+    rig.driver.memset_d8_async(cell, 2, 1, other)
+    rig.driver.event_record(join, other)
+    rig.driver.stream_wait_event(rig.stream, join)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", f"stream 0x{other:x} joined a capture that began on stream"):
+        rig.driver.stream_end_capture(other)
+    graph_exec = rig.driver.graph_instantiate(end(rig))
+    assert rig.driver.stream_capture_status(other) is CaptureStatus.NONE
+    rig.driver.graph_launch(graph_exec, rig.stream)
+    assert read(rig, cell) == 2
+
+
+def test_a_fork_that_is_not_joined_ends_the_capture_without_a_graph(rig: Rig, cell: int) -> None:
+    other, fork = rig.driver.stream_create(), rig.driver.event_create(False)
+    begin(rig)
+    rig.driver.event_record(fork, rig.stream)
+    rig.driver.stream_wait_event(other, fork)
+    rig.driver.memset_d8_async(cell, 2, 1, other)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_UNJOINED", f"stream 0x{rig.stream:x} does not wait", f"0x{other:x}"):
+        end(rig)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.NONE
+    assert rig.driver.stream_capture_status(other) is CaptureStatus.NONE
+    assert rig.driver.live().graphs == 0
+
+
+def test_work_after_the_join_counts_as_unjoined(rig: Rig, cell: int) -> None:
+    other, fork, join = rig.driver.stream_create(), rig.driver.event_create(False), rig.driver.event_create(False)
+    begin(rig)
+    rig.driver.event_record(fork, rig.stream)
+    rig.driver.stream_wait_event(other, fork)
+    rig.driver.memset_d8_async(cell, 2, 1, other)
+    rig.driver.event_record(join, other)
+    rig.driver.stream_wait_event(rig.stream, join)
+    rig.driver.memset_d8_async(cell, 3, 1, other)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_UNJOINED"):
+        end(rig)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_missing_fence_inside_a_capture_shows_at_the_replay(rig: Rig, cell: int, fenced: bool) -> None:
+    """Nodes that nothing orders run latest first, so a reader that does not wait for its writer reads old data."""
+    out, other = rig.driver.mem_alloc(1), rig.driver.stream_create()
+    fork, written, join = (rig.driver.event_create(False) for _ in range(3))
+    begin(rig)
+    rig.driver.event_record(fork, rig.stream)
+    rig.driver.stream_wait_event(other, fork)
+    rig.driver.memset_d8_async(cell, 5, 1, rig.stream)
+    if fenced:
+        rig.driver.event_record(written, rig.stream)
+        rig.driver.stream_wait_event(other, written)
+    rig.driver.memcpy_dtod_async(out, cell, 1, other)
+    rig.driver.event_record(join, other)
+    rig.driver.stream_wait_event(rig.stream, join)
+    rig.driver.graph_launch(rig.driver.graph_instantiate(end(rig)), rig.stream)
+    assert read(rig, out) == (5 if fenced else 0)
+
+
+def test_unordered_branches_run_latest_first_and_ordered_work_in_order() -> None:
+    """Two branches between a first and a last node: each keeps its own order, and the newer goes first."""
+    ran: list[int] = []
+    note = image("note", ("n", "i32"))
+    rig = Rig({"note": lambda launch: ran.append(launch.args["n"])})
+    function, branches = rig.function(note), (rig.driver.stream_create(), rig.driver.stream_create())
+    event = rig.driver.event_create(timing=False)
+    begin(rig)
+    rig.launch(function, note, 0)
+    rig.driver.event_record(event, rig.stream)
+    for branch in branches:
+        rig.driver.stream_wait_event(branch, event)
+    for n in (1, 2, 3, 4):
+        rig.launch(function, note, n, stream=branches[n % 2])
+    for branch in branches:
+        rig.driver.event_record(event, branch)
+        rig.driver.stream_wait_event(rig.stream, event)
+    rig.launch(function, note, 5)
+    rig.driver.graph_launch(rig.driver.graph_instantiate(end(rig)), rig.stream)
+    rig.driver.stream_synchronize(rig.stream)
+    assert ran == [0, 2, 4, 1, 3, 5]
+
+
+def test_a_capturing_stream_cannot_wait_for_work_outside(rig: Rig) -> None:
+    other, event = rig.driver.stream_create(), rig.driver.event_create(False)
+    rig.driver.event_record(event, other)
+    begin(rig)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_ISOLATION", f"event 0x{event:x}, recorded outside the capture"):
+        rig.driver.stream_wait_event(rig.stream, event)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "recorded outside the capture"):
+        end(rig)
+
+
+def test_two_captures_cannot_merge(rig: Rig) -> None:
+    """The attempt invalidates both."""
+    other, event = rig.driver.stream_create(), rig.driver.event_create(False)
+    begin(rig)
+    rig.driver.stream_begin_capture(other, THREAD_LOCAL)
+    rig.driver.event_record(event, rig.stream)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_MERGE", "event of another capture"):
+        rig.driver.stream_wait_event(other, event)
+    for stream in (rig.stream, other):
+        with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+            rig.driver.stream_end_capture(stream)
+
+
+def test_an_event_of_an_ended_capture_can_be_neither_waited_for_nor_queried(rig: Rig) -> None:
+    event = rig.driver.event_create(timing=True)
+    begin(rig)
+    rig.driver.event_record(event, rig.stream)
+    end(rig)
+    for call in (
+        lambda: rig.driver.stream_wait_event(rig.stream, event),
+        lambda: rig.driver.event_query(event),
+        lambda: rig.driver.event_synchronize(event),
+        lambda: rig.driver.event_elapsed_time(event, event),
+    ):
+        with refused("CUDA_ERROR_CAPTURED_EVENT"):
+            call()
+    rig.driver.event_record(event, rig.stream)
+    rig.driver.event_synchronize(event)
+
+
+# What is illegal in a capture
+
+
+class FurnishedRig(Rig):
+    """A rig with one object of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ptr, self.pinned = self.driver.mem_alloc(4), self.driver.mem_host_alloc(4)
+        self.module = self.driver.module_load(AXPY.encode())
+        self.other, self.event = self.driver.stream_create(), self.driver.event_create(timing=True)
+        begin(self)
+        self.graph = end(self)
+        self.graph_exec = self.driver.graph_instantiate(self.graph)
+        self.driver.event_record(self.event, self.stream)
+        self.driver.event_synchronize(self.event)
+
+
+UNSAFE: dict[str, Callable[[FurnishedRig], object]] = {
+    "mem_alloc": lambda rig: rig.driver.mem_alloc(4),
+    "mem_free": lambda rig: rig.driver.mem_free(rig.ptr),
+    "mem_host_alloc": lambda rig: rig.driver.mem_host_alloc(4),
+    "mem_host_free": lambda rig: rig.driver.mem_host_free(rig.pinned),
+    "module_load": lambda rig: rig.driver.module_load(AXPY.encode()),
+    "module_unload": lambda rig: rig.driver.module_unload(rig.module),
+    "stream_synchronize": lambda rig: rig.driver.stream_synchronize(rig.other),
+    "stream_query": lambda rig: rig.driver.stream_query(rig.other),
+    "stream_destroy": lambda rig: rig.driver.stream_destroy(rig.other),
+    "event_query": lambda rig: rig.driver.event_query(rig.event),
+    "event_synchronize": lambda rig: rig.driver.event_synchronize(rig.event),
+    "event_elapsed_time": lambda rig: rig.driver.event_elapsed_time(rig.event, rig.event),
+    "graph_instantiate": lambda rig: rig.driver.graph_instantiate(rig.graph),
+    "graph_destroy": lambda rig: rig.driver.graph_destroy(rig.graph),
+    "graph_exec_destroy": lambda rig: rig.driver.graph_exec_destroy(rig.graph_exec),
+    "graph_upload": lambda rig: rig.driver.graph_upload(rig.graph_exec, rig.other),
+    "primary_ctx_release": lambda rig: rig.driver.primary_ctx_release(0),
+}
+
+
+@pytest.fixture
+def furnished() -> FurnishedRig:
+    return FurnishedRig()
+
+
+@pytest.mark.parametrize("call", UNSAFE)
+def test_an_unsafe_call_is_refused_and_invalidates_the_capture(furnished: FurnishedRig, call: str) -> None:
+    """The capture ends without a graph and says which call it was; nothing else has changed."""
+    rig, before = furnished, furnished.driver.live()
+    begin(rig)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "on thread MainThread invalidates the capture"):
+        UNSAFE[call](rig)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.INVALIDATED
+    with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "invalidated by: cu"):
+        rig.driver.memset_d8_async(rig.ptr, 0, 4, rig.stream)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "invalidated by: cu"):
+        end(rig)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.NONE
+    assert rig.driver.live() == before
+    UNSAFE[call](rig)
+
+
+@pytest.mark.parametrize("call", ["mem_alloc", "event_query", "stream_synchronize"])
+@pytest.mark.parametrize(
+    ("capture", "thread", "legal"),
+    [
+        (CaptureMode.THREAD_LOCAL, CaptureMode.GLOBAL, True),
+        (CaptureMode.GLOBAL, CaptureMode.GLOBAL, False),
+        (CaptureMode.GLOBAL, CaptureMode.THREAD_LOCAL, True),
+        (CaptureMode.GLOBAL, CaptureMode.RELAXED, True),
+        (CaptureMode.RELAXED, CaptureMode.GLOBAL, True),
+    ],
+    ids=lambda value: value.name if isinstance(value, CaptureMode) else None,
+)
+def test_unsafe_calls_of_other_threads(
+    furnished: FurnishedRig, call: str, capture: CaptureMode, thread: CaptureMode, legal: bool
+) -> None:
+    """They invalidate a global capture, unless that thread has changed its own mode."""
+    rig = furnished
+    begin(rig, capture)
+
+    def elsewhere() -> None:
+        rig.driver.ctx_push_current(rig.context)
+        assert rig.driver.thread_exchange_capture_mode(thread) is CaptureMode.GLOBAL
+        if legal:
+            UNSAFE[call](rig)
+        else:
+            with refused("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "on thread other"):
+                UNSAFE[call](rig)
+
+    in_thread(elsewhere)
+    if legal:
+        end(rig)
+    else:
+        with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "on thread other"):
+            end(rig)
+
+
+@pytest.mark.parametrize("relax", ["capture", "thread"])
+def test_relaxed_captures_and_threads_may_allocate(rig: Rig, relax: str) -> None:
+    if relax == "thread":
+        rig.driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
+    begin(rig, CaptureMode.RELAXED if relax == "capture" else CaptureMode.GLOBAL)
+    rig.driver.mem_alloc(4)
+    end(rig)
+
+
+@pytest.mark.parametrize("call", ["synchronize", "query", "destroy", "launch", "upload", "captured event"])
+def test_what_conflicts_with_the_capture_itself_is_refused_in_every_mode(furnished: FurnishedRig, call: str) -> None:
+    rig = furnished
+    begin(rig, CaptureMode.RELAXED)
+    rig.driver.event_record(rig.event, rig.stream)
+    act = {
+        "synchronize": lambda: rig.driver.stream_synchronize(rig.stream),
+        "query": lambda: rig.driver.stream_query(rig.stream),
+        "destroy": lambda: rig.driver.stream_destroy(rig.stream),
+        "launch": lambda: rig.driver.graph_launch(rig.graph_exec, rig.stream),
+        "upload": lambda: rig.driver.graph_upload(rig.graph_exec, rig.stream),
+        "captured event": lambda: rig.driver.event_synchronize(rig.event),
+    }[call]
+    captured = call == "captured event"
+    with refused("CUDA_ERROR_CAPTURED_EVENT" if captured else "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
+        act()
+    with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+        end(rig)
+
+
+def test_the_legacy_stream_cannot_be_captured(rig: Rig) -> None:
+    for stream in (0, 1):
+        with refused("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "legacy"):
+            rig.driver.stream_begin_capture(stream, THREAD_LOCAL)
+
+
+def test_begin_and_end_come_in_pairs(rig: Rig) -> None:
+    with refused("CUDA_ERROR_ILLEGAL_STATE", "is not capturing"):
+        end(rig)
+    begin(rig)
+    with refused("CUDA_ERROR_ILLEGAL_STATE", "is capturing already"):
+        begin(rig)
+    end(rig)
+
+
+def test_a_capture_ends_on_the_thread_that_began_it(rig: Rig) -> None:
+    """The attempt of another thread changes nothing; a relaxed capture may end anywhere."""
+    begin(rig)
+
+    def elsewhere() -> None:
+        rig.driver.ctx_push_current(rig.context)
+        with refused("CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", "began on thread MainThread"):
+            end(rig)
+
+    in_thread(elsewhere)
+    end(rig)
+    begin(rig, CaptureMode.RELAXED)
+    in_thread(lambda: (rig.driver.ctx_push_current(rig.context), end(rig)))
+
+
+def test_an_invalid_launch_in_a_capture_records_nothing(rig: Rig) -> None:
+    function = rig.function(AXPY)
+    begin(rig)
+    with refused("CUDA_ERROR_INVALID_VALUE"):
+        rig.launch(function, AXPY, 0, 0, 0, 0.0, grid=(0, 1, 1))
+    assert rig.driver.graph_node_types(end(rig)) == ()
+
+
+# What a replay refuses
+
+
+@pytest.mark.parametrize("node", ["kernel", "memset", "source", "destination", "pinned", "module"])
+def test_a_replay_of_what_is_gone_is_refused(furnished: FurnishedRig, node: str) -> None:
+    """The message names the node and the operand. Nothing is queued, and the context lives on."""
+    rig = furnished
+    function = rig.driver.module_get_function(rig.module, "axpy")
+    kept = rig.upload(np.zeros(4, np.uint8))
+    record, release, text = {
+        "kernel": (
+            lambda: rig.launch(function, AXPY, kept, rig.ptr, 1, 0.0),
+            lambda: rig.driver.mem_free(rig.ptr),
+            f"node 1 (kernel 'axpy' <<<(1, 1, 1), (32, 1, 1)>>>): argument 'y' = 0x{rig.ptr:x} in allocation #0",
+        ),
+        "memset": (
+            lambda: rig.driver.memset_d8_async(rig.ptr, 0, 4, rig.stream),
+            lambda: rig.driver.mem_free(rig.ptr),
+            f"node 1 (memset of 4 bytes at device 0x{rig.ptr:x}): destination in allocation #0",
+        ),
+        "source": (
+            lambda: rig.driver.memcpy_dtod_async(kept, rig.ptr, 4, rig.stream),
+            lambda: rig.driver.mem_free(rig.ptr),
+            "source in allocation #0",
+        ),
+        "destination": (
+            lambda: rig.driver.memcpy_dtod_async(rig.ptr, kept, 4, rig.stream),
+            lambda: rig.driver.mem_free(rig.ptr),
+            "destination in allocation #0",
+        ),
+        "pinned": (
+            lambda: rig.driver.memcpy_htod_async(kept, rig.pinned, 4, rig.stream),
+            lambda: rig.driver.mem_host_free(rig.pinned),
+            "source in pinned memory",
+        ),
+        "module": (
+            lambda: rig.launch(function, AXPY, kept, kept, 1, 0.0),
+            lambda: rig.driver.module_unload(rig.module),
+            "the code of an unloaded module",
+        ),
+    }[node]
+    begin(rig)
+    rig.driver.memset_d8_async(kept, 9, 4, rig.stream)
+    record()
+    graph_exec = rig.driver.graph_instantiate(end(rig))
+    release()
+    for call in (rig.driver.graph_launch, rig.driver.graph_upload):
+        with refused("CUDA_ERROR_INVALID_VALUE", "replay refers to freed memory", text):
+            call(graph_exec, rig.stream)
+    assert read(rig, kept) == 0
+
+
+def test_memory_freed_between_launch_and_run_of_a_replay_is_a_fault(rig: Rig, cell: int) -> None:
+    begin(rig)
+    rig.driver.memset_d8_async(cell, 1, 1, rig.stream)
+    graph_exec = rig.driver.graph_instantiate(end(rig))
+    rig.driver.graph_launch(graph_exec, rig.stream)
+    rig.driver.mem_free(cell)
+    with refused("CUDA_ERROR_ILLEGAL_ADDRESS", "graph of 1 nodes on stream", "node 0 (memset", "was freed before"):
+        rig.driver.stream_synchronize(rig.stream)
