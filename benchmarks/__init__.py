@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.attention``, ``benchmarks.dsa``, ``benchmarks.launch``; see README.md."""

@@ -1,0 +1,287 @@
+"""Attention on the GPU: prefill and decode, beside PyTorch's scaled_dot_product_attention.
+
+    python -m benchmarks.attention --out benchmarks/results/h200-attention.json
+
+A prefill of Sq queries and Sk keys counts as 4 B H Sq Sk D operations, half of them if causal; a decode step
+is bound by memory, and counts the bytes of its operands, each read or written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import nxrt_cuda as nx
+from benchmarks._bench import Bench, Peer, WrongResultError, normal, progress, relative_error
+from benchmarks._harness import run
+from benchmarks._table import Table, milliseconds, speedup
+from benchmarks._torch import TorchPeer
+from nxrt_cuda.reference.attention import attention
+
+__all__ = ["CASES", "Case", "measure", "tabulate"]
+
+_DTYPES = {"f32": nx.float32, "bf16": nx.bfloat16, "f16": nx.float16}
+
+_LIMITS = {"f32": 1e-5, "bf16": 8e-3, "f16": 1e-3}
+"""The relative error against float64 that a result may have; rounding it costs 1.6e-3 in bf16, 2e-4 in f16."""
+
+_PEER_LIMIT = 2e-2
+"""Enough to tell that a peer computes the same function."""
+
+_CHECKED_ROWS = 4
+
+_PEERS = {
+    "torch flash": "FLASH_ATTENTION",
+    "torch cuDNN": "CUDNN_ATTENTION",
+    "torch efficient": "EFFICIENT_ATTENTION",
+    "torch math": "MATH",
+}
+_F32_PEERS = ("torch efficient", "torch math")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: shapes, dtype, and whether causal."""
+
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def label(self) -> str:
+        heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
+        seq = f"S{self.seq_k}" if self.seq_q == self.seq_k else f"Sq{self.seq_q} Sk{self.seq_k}"
+        kind = "decode" if self.is_decode else "causal" if self.causal else "full"
+        return f"{self.dtype} B{self.batch} {heads} {seq} D{self.head_dim} {kind}"
+
+    @property
+    def is_decode(self) -> bool:
+        return self.seq_q == 1
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of query (and output), key and value."""
+        key = (self.batch, self.kv_heads, self.seq_k, self.head_dim)
+        return (self.batch, self.heads, self.seq_q, self.head_dim), key, key
+
+    @property
+    def element(self) -> nx.DataType:
+        return _DTYPES[self.dtype]
+
+    @property
+    def node(self) -> nx.Node:
+        return nx.Node("Attention", attributes={"is_causal": int(self.causal)})
+
+    @property
+    def flops(self) -> int:
+        whole = 4 * self.batch * self.heads * self.seq_q * self.seq_k * self.head_dim
+        return whole // 2 if self.causal else whole
+
+    @property
+    def nbytes(self) -> int:
+        query, key, value = (prod(shape) for shape in self.shapes)
+        return (2 * query + key + value) * self.element.itemsize
+
+    def rate(self, ms: float) -> tuple[float, str]:
+        """What ``ms`` milliseconds amount to, and its unit."""
+        return (self.nbytes / ms * 1e-9, "TB/s") if self.is_decode else (self.flops / ms * 1e-9, "TFLOP/s")
+
+
+def _prefill(dtype: str, seq: int, head_dim: int) -> Iterator[Case]:
+    for causal in (True, False):
+        yield Case(dtype, 1, 16, 16, seq, seq, head_dim, causal)
+
+
+def _decode(dtype: str) -> Case:
+    return Case(dtype, 8, 32, 8, 1, 8192, 128, causal=False)
+
+
+CASES = (
+    *(case for dtype in _DTYPES for seq in (2048, 4096, 8192) for case in _prefill(dtype, seq, 128)),
+    *(case for dtype in _DTYPES for case in _prefill(dtype, 4096, 64)),
+    # No multiple of 16: the variant without tensor cores.
+    *_prefill("f16", 4096, 120),
+    *(_decode(dtype) for dtype in _DTYPES),
+)
+
+_QUICK_CASES = (
+    Case("f32", 1, 2, 2, 20, 20, 8, causal=True),
+    Case("bf16", 1, 4, 2, 20, 20, 8, causal=False),
+    Case("f16", 2, 2, 2, 20, 20, 16, causal=True),
+    Case("f16", 1, 2, 1, 1, 33, 16, causal=False),
+)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    arrays: tuple[NDArray[Any], ...]
+    inputs: tuple[nx.TensorMut, ...]
+    output: nx.TensorMut
+
+    @classmethod
+    def draw(cls, case: Case, runtime: nx.CudaRuntime, rng: np.random.Generator) -> _Operands:
+        """Random inputs, and an output of NaN, which nothing but an attention result can replace."""
+        arrays = tuple(normal(rng, shape, case.element) for shape in case.shapes)
+        poison = np.full(case.shapes[0], np.nan, case.element.numpy)
+        return cls(arrays, tuple(map(runtime.from_array, arrays)), runtime.from_array(poison))
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A few query rows of one head, and their attention in float64."""
+
+    batch: int
+    head: int
+    rows: slice
+    expected: NDArray[np.float64]
+
+    @classmethod
+    def compute(cls, case: Case, arrays: Sequence[NDArray[Any]], batch: int, head: int, first: int) -> _Spot:
+        query, key, value = arrays
+        rows = slice(first, min(first + _CHECKED_ROWS, case.seq_q))
+        kv_head = head // (case.heads // case.kv_heads)
+        expected = attention(
+            query[batch, head, rows][None, None],
+            key[batch, kv_head][None, None],
+            value[batch, kv_head][None, None],
+            past_lengths=np.array([case.seq_k - case.seq_q + first]),
+            scale=case.head_dim**-0.5,
+            causal=case.causal,
+        )
+        return cls(batch, head, rows, expected[0, 0])
+
+    def of(self, output: Any) -> Any:
+        return output[self.batch, self.head, self.rows]
+
+
+def measure(bench: Bench) -> list[dict[str, Any]]:
+    """All rows of the table."""
+    rng = np.random.default_rng(1)
+    return [_measure(bench, case, rng) for case in (_QUICK_CASES if bench.quick else CASES)]
+
+
+def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    runtime = bench.runtime
+    sets = [_Operands.draw(case, runtime, rng) for _ in range(bench.operand_sets(case.nbytes))]
+    kernel = nx.create_kernel(runtime, case.node, case.shapes)
+
+    def call(i: int) -> None:
+        kernel.execute(sets[i].inputs, [sets[i].output])
+
+    for i in range(len(sets)):
+        call(i)
+    arrays = sets[0].arrays
+    spots = [
+        _Spot.compute(case, arrays, 0, 0, 0),
+        _Spot.compute(case, arrays, case.batch - 1, case.heads // 2, case.seq_q // 2),
+        _Spot.compute(case, arrays, case.batch - 1, case.heads - 1, max(0, case.seq_q - _CHECKED_ROWS)),
+    ]
+    error = _check(case, sets, spots)
+    compared = bench.compare(kernel, call, len(sets), _torch_peers(bench.torch, case, sets, spots))
+
+    rate, unit = case.rate(compared.ours.ms)
+    stats = kernel.launch_stats()
+    progress(f"{case.label}: {milliseconds(compared.ours.ms)} ms, {rate:.2f} {unit}, relative error {error:.1e}")
+    return {
+        "case": case.label,
+        "variant": stats.variant,
+        "variant_reason": stats.reason,
+        **asdict(compared.ours),
+        "rate": rate,
+        "unit": unit,
+        "error": error,
+        "peers": compared.peers,
+        "refused": compared.refused,
+    }
+
+
+def _check(case: Case, sets: Sequence[_Operands], spots: Sequence[_Spot]) -> float:
+    """The greatest relative error of the first set's spots; every element of all sets must be written."""
+    for operands in sets:
+        if not np.isfinite(operands.output.numpy()).all():
+            raise WrongResultError(f"{case.label}: the output has elements that are NaN, or were not written")
+    output = sets[0].output.numpy()
+    error = _greatest_error(output, spots)
+    if not error <= _LIMITS[case.dtype]:
+        raise WrongResultError(f"{case.label}: relative error {error:.1e} exceeds {_LIMITS[case.dtype]}")
+    return error
+
+
+def _greatest_error(output: Any, spots: Sequence[_Spot], to_numpy: Callable[[Any], NDArray[Any]] = np.asarray) -> float:
+    """NaN where a spot has one, which the built-in max would pass over."""
+    return float(np.max([relative_error(to_numpy(spot.of(output)), spot.expected) for spot in spots]))
+
+
+# PyTorch.
+
+
+def _torch_peers(
+    peer: TorchPeer | None, case: Case, sets: Sequence[_Operands], spots: Sequence[_Spot]
+) -> dict[str, Peer]:
+    """PyTorch's backends."""
+    if peer is None:
+        return {}
+    tensors = [tuple(map(peer.view, operands.inputs)) for operands in sets]
+    return {
+        name: Peer(partial(_sdpa, peer.torch, _PEERS[name], case, tensors), partial(_judge, spots=spots))
+        for name in (_F32_PEERS if case.dtype == "f32" else _PEERS)
+    }
+
+
+def _sdpa(torch: Any, backend: str, case: Case, tensors: Sequence[tuple[Any, ...]], i: int) -> Any:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return torch.nn.functional.scaled_dot_product_attention(
+            *tensors[i], is_causal=case.causal, enable_gqa=case.heads != case.kv_heads
+        )
+
+
+def _judge(output: Any, spots: Sequence[_Spot]) -> float:
+    error = _greatest_error(output, spots, lambda rows: rows.double().cpu().numpy())
+    if not error <= _PEER_LIMIT:
+        raise WrongResultError(f"computes something else: relative error {error:.1e}")
+    return error
+
+
+# The table.
+
+
+def tabulate(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The table of measured rows."""
+    peers = [name for name in _PEERS if any(name in row["peers"] for row in rows)]
+    return Table(
+        ("case", "variant", "ms", "±", "rate", "error", *(f"{name}, ms" for name in peers)),
+        [
+            (
+                row["case"],
+                row["variant"],
+                milliseconds(row["ms"]),
+                f"{row['spread']:.1%}",
+                f"{row['rate']:.2f} {row['unit']}",
+                f"{row['error']:.1e}",
+                *(_peer_cell(row, name) for name in peers),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _peer_cell(row: Mapping[str, Any], name: str) -> str:
+    peer = row["peers"].get(name)
+    return f"{milliseconds(peer['ms'])} ({speedup(peer['ms'], row['ms'])})" if peer else "-"
+
+
+if __name__ == "__main__":
+    run("attention", measure, tabulate)

@@ -1,0 +1,245 @@
+"""DsaIndexSelect on the GPU, beside the same selection composed of PyTorch operators.
+
+    python -m benchmarks.dsa --out benchmarks/results/h200-dsa.json
+
+64 heads of 128 select 2048 keys a row. Where there are several query rows they are the last ones of the
+sequence, and causal. Ours is exact, and is compared with the oracle before it is timed; PyTorch's rounds
+scores to the dtype, and the table says how many of the right keys it misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import nxrt_cuda as nx
+from benchmarks._bench import Bench, Peer, WrongResultError, normal, progress
+from benchmarks._harness import run
+from benchmarks._table import Table, milliseconds, speedup
+from benchmarks._torch import TorchPeer
+from nxrt_cuda.reference.dsa_index_select import dsa_index_select
+
+__all__ = ["CASES", "Case", "measure", "tabulate"]
+
+_DTYPES = {"bf16": nx.bfloat16, "f16": nx.float16, "f32": nx.float32}
+_POISON = -7
+_PEER = "torch composite"
+
+_CHECKED_KEYS = 1 << 17
+"""How many keys the oracle scores: half a second's worth."""
+
+_PEER_LIMIT = 0.1
+"""The share of missed keys up to which a peer still computes the same function."""
+
+_COMPARED_ROWS = 128
+"""How many rows of PyTorch's are compared with ours."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: B, S, T, H, D, top_k and the dtype."""
+
+    dtype: str
+    batch: int
+    q_seq: int
+    key_seq: int
+    heads: int = 64
+    head_dim: int = 128
+    top_k: int = 2048
+
+    @property
+    def label(self) -> str:
+        return f"{self.dtype} B{self.batch} S{self.q_seq} T{self.key_seq}"
+
+    @property
+    def element(self) -> nx.DataType:
+        return _DTYPES[self.dtype]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of query, key, weights and attention_bias."""
+        return (
+            (self.batch, self.q_seq, self.heads, self.head_dim),
+            (self.batch, self.key_seq, self.head_dim),
+            (self.batch, self.q_seq, self.heads),
+            (self.batch, 1, self.q_seq, self.key_seq),
+        )
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.batch, 1, self.q_seq, self.top_k)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return {"top_k": self.top_k, "scale": self.head_dim**-0.5}
+
+    @property
+    def node(self) -> nx.Node:
+        return nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes=self.attributes)
+
+    @property
+    def nbytes(self) -> int:
+        *inputs, bias = (prod(shape) for shape in self.shapes)
+        return sum(inputs) * self.element.itemsize + bias * 4 + prod(self.output_shape) * 8
+
+
+CASES = tuple(
+    Case(dtype, batch, q_seq, key_seq)
+    for dtype in _DTYPES
+    for batch, q_seq, key_seq in ((1, 512, 8192), (1, 2048, 8192), (1, 4096, 4096), (1, 1, 131072), (32, 1, 32768))
+)
+
+_QUICK_CASES = tuple(
+    Case(dtype, batch, q_seq, key_seq, heads=2, head_dim=8, top_k=5)
+    for dtype, (batch, q_seq, key_seq) in zip(_DTYPES, ((1, 6, 20), (1, 1, 40), (3, 1, 24)), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    arrays: tuple[NDArray[Any], ...]
+    inputs: tuple[nx.TensorMut, ...]
+    output: nx.TensorMut
+
+    @classmethod
+    def draw(cls, case: Case, runtime: nx.CudaRuntime, rng: np.random.Generator) -> _Operands:
+        """Random inputs under a causal bias, and an output that no selection contains."""
+        query, key, weights, _ = case.shapes
+        arrays = (*(normal(rng, shape, case.element) for shape in (query, key, weights)), _causal_bias(case))
+        poison = np.full(case.output_shape, _POISON, np.int64)
+        return cls(arrays, tuple(map(runtime.from_array, arrays)), runtime.from_array(poison))
+
+
+def _causal_bias(case: Case) -> NDArray[np.float32]:
+    """0 where a row may see a key, else -inf; the last row sees all."""
+    limit = case.key_seq - case.q_seq + np.arange(case.q_seq)
+    bias = np.where(np.arange(case.key_seq) <= limit[:, None], np.float32(0), np.float32(-np.inf))
+    return np.broadcast_to(bias, case.shapes[3]).copy()
+
+
+def measure(bench: Bench) -> list[dict[str, Any]]:
+    """All rows of the table."""
+    rng = np.random.default_rng(2)
+    return [_measure(bench, case, rng) for case in (_QUICK_CASES if bench.quick else CASES)]
+
+
+def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    runtime = bench.runtime
+    sets = [_Operands.draw(case, runtime, rng) for _ in range(bench.operand_sets(case.nbytes))]
+    kernel = nx.create_kernel(runtime, case.node, case.shapes)
+
+    def call(i: int) -> None:
+        kernel.execute(sets[i].inputs, [sets[i].output])
+
+    for i in range(len(sets)):
+        call(i)
+    checked = _check(case, sets)
+    compared = bench.compare(kernel, call, len(sets), _torch_peers(bench.torch, case, sets))
+    progress(f"{case.label}: {milliseconds(compared.ours.ms)} ms, {checked} row(s) checked")
+    return {
+        "case": case.label,
+        **asdict(compared.ours),
+        "checked_rows": checked,
+        "peers": compared.peers,
+        "refused": compared.refused,
+    }
+
+
+def _check(case: Case, sets: Sequence[_Operands]) -> int:
+    """Compare rows of the first set with the oracle; every element of all sets must be written."""
+    for operands in sets:
+        selected = operands.output.numpy()
+        if selected.min() < -1 or selected.max() >= case.key_seq:
+            raise WrongResultError(f"{case.label}: the output has elements that were not written, or are no keys")
+    query, key, weights, bias = sets[0].arrays
+    selected = sets[0].output.numpy()
+    rows = case.batch * case.q_seq
+    checked = np.unique(np.linspace(0, rows - 1, max(1, _CHECKED_KEYS // case.key_seq), dtype=int))
+    for b, s in zip(*divmod(checked, case.q_seq), strict=True):
+        row = slice(s, s + 1)
+        expected = dsa_index_select(
+            query[b : b + 1, row], key[b : b + 1], weights[b : b + 1, row], bias[b : b + 1, :, row], **case.attributes
+        )
+        if not np.array_equal(selected[b, 0, s], expected[0, 0, 0]):
+            raise WrongResultError(f"{case.label}: row {s} of batch {b} differs from the oracle")
+    return len(checked)
+
+
+# PyTorch.
+
+
+def _torch_peers(peer: TorchPeer | None, case: Case, sets: Sequence[_Operands]) -> dict[str, Peer]:
+    if peer is None:
+        return {}
+    torch = peer.torch
+    tensors = [tuple(map(peer.view, operands.inputs)) for operands in sets]
+
+    def judge(selected: Any) -> float:
+        return _missed_share(selected.cpu().numpy(), sets[0].output.numpy())
+
+    return {_PEER: Peer(lambda i: _composite(torch, *tensors[i], **case.attributes), judge)}
+
+
+def _composite(torch: Any, query: Any, key: Any, weights: Any, bias: Any, *, top_k: int, scale: float) -> Any:
+    """The selection with as few PyTorch operators, and as little memory traffic, as it takes."""
+    dots = torch.einsum("bshd,btd->bsht", query, key).relu_()
+    # A positive scale may as well be part of the weights, which are few.
+    scores = torch.einsum("bsht,bsh->bst", dots, weights * scale) + bias[:, 0]
+    key_seq = key.shape[1]
+    best = scores.topk(min(top_k, key_seq), sorted=False)
+    indices = best.indices.masked_fill(best.values == -torch.inf, key_seq).sort().values
+    padded = torch.nn.functional.pad(indices, (0, top_k - indices.shape[-1]), value=key_seq)
+    return padded.masked_fill(padded == key_seq, -1)[:, None]
+
+
+def _missed_share(theirs: NDArray[np.int64], ours: NDArray[np.int64]) -> float:
+    """The share of our keys that a peer has not selected, over the first rows."""
+    pairs = zip(theirs.reshape(-1, theirs.shape[-1]), ours.reshape(-1, ours.shape[-1]), strict=True)
+    missed = selected = 0
+    for peer_row, row in islice(pairs, _COMPARED_ROWS):
+        keys = row[row >= 0]
+        missed += np.setdiff1d(keys, peer_row).size
+        selected += keys.size
+    share = missed / selected
+    if share > _PEER_LIMIT:
+        raise WrongResultError(f"computes something else: {share:.0%} of the keys are missing")
+    return share
+
+
+# The table.
+
+
+def tabulate(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The table of measured rows."""
+    has_peer = any(row["peers"] for row in rows)
+    return Table(
+        ("case", "ms", "±", *((f"{_PEER}, ms", "keys it misses") if has_peer else ())),
+        [
+            (
+                row["case"],
+                milliseconds(row["ms"]),
+                f"{row['spread']:.1%}",
+                *(_peer_cells(row) if has_peer else ()),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _peer_cells(row: Mapping[str, Any]) -> tuple[str, str]:
+    peer = row["peers"].get(_PEER)
+    return (
+        (f"{milliseconds(peer['ms'])} ({speedup(peer['ms'], row['ms'])})", f"{peer['error']:.2%}")
+        if peer
+        else ("-", "-")
+    )
+
+
+if __name__ == "__main__":
+    run("dsa", measure, tabulate)

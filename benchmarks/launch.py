@@ -1,0 +1,197 @@
+"""What launches, executions and replays cost the host, beside the bare driver calls and other libraries.
+
+    python -m benchmarks.launch --out benchmarks/results/h200-launch.json
+
+Host time, in bursts of eight after a drain: in a long burst the queue fills up, and what is measured is the
+device. The probe is an empty kernel with twenty parameters. Every library launches it on a stream of its own
+and drains that one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import nxrt_cuda as nx
+from benchmarks._bench import Bench, first_line, progress
+from benchmarks._environment import missing
+from benchmarks._harness import run
+from benchmarks._launch_peers import BARE_GRAPH, BARE_LAUNCH, ENTRY, PEERS, probe
+from benchmarks._stopwatch import BURST, Call, Row, Stopwatch
+from benchmarks._table import Table
+
+__all__ = ["measure", "tabulate"]
+
+_BURSTS = 300
+_QUICK_BURSTS = 20
+_IMPORTS = 7
+
+_EXECUTE_US = 25.0
+_REPLAY_US = 3.0
+_IMPORT_US = 0.3e6
+
+
+def measure(bench: Bench) -> list[dict[str, Any]]:
+    """All rows of the table."""
+    bursts = _QUICK_BURSTS if bench.quick else _BURSTS
+    runtime = bench.runtime
+    # Ours first: no other library has made the context current on this thread yet.
+    rows = list(_measure_ours(runtime, bursts))
+    for name, (module, peer) in PEERS.items():
+        if why := missing(module, runtime):
+            bench.absent[name] = why
+            continue
+        progress(name)
+        try:
+            rows += peer(runtime, bursts)
+        except Exception as error:  # a peer may fail in any way; ours stand without it
+            bench.absent[name] = first_line(error)
+    rows += _measure_imports()
+    return [asdict(row) for row in rows]
+
+
+# Ours.
+
+
+_Operand = tuple[tuple[int, ...], nx.DataType]
+
+
+@dataclass(frozen=True)
+class _Op:
+    """An operator, and the shapes and dtypes of its operands."""
+
+    name: str
+    runtime: nx.CudaRuntime
+    kernel: nx.Kernel
+    launches: int
+    inputs: Sequence[_Operand]
+    output: _Operand
+
+    @classmethod
+    def attention(cls, runtime: nx.CudaRuntime) -> _Op:
+        kernel = nx.create_kernel(runtime, nx.Node("Attention", attributes={"is_causal": 1}))
+        operand = ((1, 8, 64, 64), nx.float16)
+        return cls("Attention", runtime, kernel, 1, [operand] * 3, operand)
+
+    @classmethod
+    def dsa(cls, runtime: nx.CudaRuntime) -> _Op:
+        heads, head_dim, key_seq, top_k = 8, 64, 1024, 64
+        node = nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes={"top_k": top_k, "scale": head_dim**-0.5})
+        inputs = [
+            ((1, 1, heads, head_dim), nx.bfloat16),
+            ((1, key_seq, head_dim), nx.bfloat16),
+            ((1, 1, heads), nx.bfloat16),
+            ((1, 1, 1, key_seq), nx.float32),
+        ]
+        output = ((1, 1, 1, top_k), nx.int64)
+        return cls("DsaIndexSelect", runtime, nx.create_kernel(runtime, node), 2, inputs, output)
+
+    def call(self) -> Call:
+        """``kernel.execute`` on tensors that no call has seen."""
+        inputs = [self.runtime.zeros(*operand) for operand in self.inputs]
+        return partial(self.kernel.execute, inputs, [self.runtime.empty(*self.output)])
+
+    def calls(self, count: int) -> list[Call]:
+        return [self.call() for _ in range(count)]
+
+
+def _measure_ours(runtime: nx.CudaRuntime, bursts: int) -> Iterator[Row]:
+    stopwatch = Stopwatch(runtime.synchronize, bursts)
+    prepared = probe(runtime)
+    launch = partial(runtime.launch, prepared)
+    yield Row("rt.launch(prepared), 20 arguments", stopwatch.us(launch), bare=BARE_LAUNCH)
+    attention, dsa = _Op.attention(runtime), _Op.dsa(runtime)
+    yield from _measure_executions(attention, stopwatch)
+    yield from _measure_executions(dsa, stopwatch)
+    with runtime.capture() as graph:
+        launch()
+    yield Row("graph.replay(), 1 node", stopwatch.us(graph.replay), bare=BARE_GRAPH, target_us=_REPLAY_US)
+    execute = dsa.call()
+    with runtime.capture([dsa.kernel]) as graph:
+        execute()
+    yield Row(
+        f"graph.replay(), {dsa.name}",
+        stopwatch.us(graph.replay),
+        launches=graph.node_count,
+        bare=BARE_GRAPH,
+        target_us=_REPLAY_US,
+    )
+
+
+def _measure_executions(op: _Op, stopwatch: Stopwatch) -> Iterator[Row]:
+    progress(f"execute {op.name}")
+    execute = op.call()
+    execute()
+    us = stopwatch.us(execute)
+    yield Row(f"execute(), {op.name}", us, launches=op.launches, bare=BARE_LAUNCH, target_us=_EXECUTE_US)
+    us = stopwatch.us_of_bursts(partial(op.calls, BURST))
+    yield Row(f"execute(), {op.name}, new tensors", us, launches=op.launches, bare=BARE_LAUNCH)
+
+
+def _measure_imports() -> Iterator[Row]:
+    """New processes that import and end; with no GPU in sight, and none of CUDA's packages imported."""
+    for module, target in (("nxrt_cuda", _IMPORT_US), ("numpy", None)):
+        progress(f"import {module}")
+        yield Row(f"import {module}", median(_import_us(module) for _ in range(_IMPORTS)), None, target_us=target)
+
+
+def _import_us(module: str) -> float:
+    code = (
+        "import sys, time; before = set(sys.modules); started = time.perf_counter(); "
+        f"import {module}; took = time.perf_counter() - started; "
+        "print(took, any(name.split('.')[0] == 'cuda' for name in set(sys.modules) - before))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(nx.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds, with_cuda = result.stdout.split()
+    if with_cuda == "True":
+        raise RuntimeError(f"import {module} imports a package of CUDA's")
+    return float(seconds) * 1e6
+
+
+# The table.
+
+
+def tabulate(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The table of measured rows."""
+    times = {row["what"]: row["us"] for row in rows}
+    return Table(
+        ("call", "kernels", "host time", "of bare calls", "target"),
+        [
+            (
+                row["what"],
+                "-" if row["launches"] is None else str(row["launches"]),
+                _time(row["us"]),
+                _of_bare(row, times),
+                "-" if row["target_us"] is None else f"≤ {_time(row['target_us'])}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _of_bare(row: Mapping[str, Any], times: Mapping[str, float]) -> str:
+    """A launch is compared with as many bare launches, a replay with one bare graph launch."""
+    if row["bare"] not in times:
+        return "-"
+    bare = times[row["bare"]] * (row["launches"] if row["bare"] == BARE_LAUNCH else 1)
+    return f"{row['us'] / bare:.2f}x"
+
+
+def _time(us: float) -> str:
+    return f"{us:.1f} µs" if us < 1000 else f"{us / 1000:.0f} ms"
+
+
+if __name__ == "__main__":
+    run("launch", measure, tabulate, host_entries={ENTRY: lambda launch: None})
