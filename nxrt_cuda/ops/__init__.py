@@ -1,0 +1,1 @@
+"""Kernel objects: validation, geometry, the choice of variant, launches and statistics of each operator."""

@@ -1,0 +1,406 @@
+"""``pkg.nxrt::DsaIndexSelect`` v1: query-dependent selection of key positions for sparse attention.
+
+For every query row, each key position is scored by its head-weighted, relu'd and scaled dot products plus
+an additive bias; the best ``top_k`` allowed positions are emitted in ascending order.
+
+Inputs:
+    query: [B, S, H, D] f32, f16 or bf16.
+    key: [B, T, D], of the query's dtype.
+    weights: [B, S, H], of the query's dtype.
+    attention_bias: [B, 1, S, T] f32; a key is allowed where it is ``> -1e30`` (NaN is not).
+
+Output:
+    selected_indices: [B, 1, S, top_k] int64, padded on the right with -1.
+
+Attributes:
+    top_k: int > 0.
+    scale: finite float > 0, of the dot products.
+    weights_scale: finite float > 0, of the weights; 1.0 by default.
+
+Scores are bit-equal to :func:`nxrt_cuda.reference.dsa_index_select.dsa_scores`, whose docstring fixes the
+order of operations. Selection is by (score descending in IEEE total order, position ascending); a NaN
+score of any sign or payload is one value, the greatest. H = 0 or D = 0 is an error, for there is nothing
+to score with; B = 0 or S = 0 is a counted execution without launches; T = 0 writes the padding.
+
+Two launches share a workspace that the kernel object owns. It keeps its address from the warm-up through
+capture to the last replay, and grows only outside captures. Nothing synchronises or copies to the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nxrt_cuda.dtype import DataType, float32, int64
+from nxrt_cuda.errors import KernelError
+from nxrt_cuda.kernel import (
+    CaptureSupport,
+    DeviceGraphResource,
+    Kernel,
+    KernelFactory,
+    WorkspaceRequirement,
+    register,
+)
+from nxrt_cuda.launch import KernelSpec, PreparedLaunch
+from nxrt_cuda.node import Node
+from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, check_shapes, resolve_dims
+from nxrt_cuda.ops.dsa_variants import (
+    ACCESS_BYTES,
+    ELEMENT_TYPES,
+    choose_tile,
+    kernel_specs,
+    launch_config,
+    score_spec,
+    score_tiles,
+    select_spec,
+)
+from nxrt_cuda.ops.operands import check_memory, operand_label
+from nxrt_cuda.stats import WorkspaceLedger, WorkspaceStats
+from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
+from nxrt_cuda.workspace import Workspace
+
+if TYPE_CHECKING:
+    from nxrt_cuda.runtime import CudaRuntime
+
+__all__ = [
+    "DsaIndexSelectFactory",
+    "DsaIndexSelectKernel",
+    "DsaLaunchStats",
+    "dsa_launch_stats",
+    "dsa_workspace_stats",
+    "kernel_specs",
+    "reset_dsa_launch_stats",
+    "reset_dsa_workspace_stats",
+    "unsupported_reason",
+]
+
+_OPERAND_NAMES = (*INPUT_NAMES, "selected_indices")
+_OUTPUT = len(INPUT_NAMES)
+_I64_MAX = 2**63 - 1
+
+_PLAN_LIMIT = 64
+"""Shapes whose launches are kept prepared; decoding meets a new one with every token."""
+
+
+# Statistics.
+
+
+@dataclass(frozen=True)
+class DsaLaunchStats:
+    """What DsaIndexSelect kernels have launched.
+
+    Attributes:
+        executions: calls of ``execute`` that went through, recorded ones included.
+        score_launches, selection_launches: launches of either kernel.
+        last_score_grid_x, last_selection_grid_x: blocks of the latest launch of either.
+    """
+
+    executions: int = 0
+    score_launches: int = 0
+    selection_launches: int = 0
+    last_score_grid_x: int = 0
+    last_selection_grid_x: int = 0
+
+
+class _LaunchLedger:
+    """Counts launches; what a child counts, its parent counts too."""
+
+    def __init__(self, parent: _LaunchLedger | None = None) -> None:
+        self._parent = parent
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        with self._lock:
+            self._executions = self._scores = self._selections = self._score_grid_x = self._selection_grid_x = 0
+
+    def executed(self, score_grid_x: int, selection_grid_x: int) -> None:
+        """One execution and its launches; an empty grid was none."""
+        with self._lock:
+            self._executions += 1
+            if score_grid_x:
+                self._scores += 1
+                self._score_grid_x = score_grid_x
+            if selection_grid_x:
+                self._selections += 1
+                self._selection_grid_x = selection_grid_x
+        if self._parent is not None:
+            self._parent.executed(score_grid_x, selection_grid_x)
+
+    def stats(self) -> DsaLaunchStats:
+        with self._lock:
+            return DsaLaunchStats(
+                self._executions, self._scores, self._selections, self._score_grid_x, self._selection_grid_x
+            )
+
+
+_process_launches = _LaunchLedger()
+_process_workspaces = WorkspaceLedger()
+
+
+def dsa_launch_stats() -> DsaLaunchStats:
+    """Launches of all DsaIndexSelect kernels of this process."""
+    return _process_launches.stats()
+
+
+def reset_dsa_launch_stats() -> None:
+    """Zero what :func:`dsa_launch_stats` counts."""
+    _process_launches.reset()
+
+
+def dsa_workspace_stats() -> WorkspaceStats:
+    """Workspaces of all DsaIndexSelect kernels of this process."""
+    return _process_workspaces.stats()
+
+
+def reset_dsa_workspace_stats() -> bool:
+    """Zero what :func:`dsa_workspace_stats` counts; refused, returning False, while bytes are live."""
+    return _process_workspaces.reset()
+
+
+# The kernel object.
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    top_k: int
+    scale: float
+    weights_scale: float
+
+    @classmethod
+    def read(cls, node: Node) -> _Attributes:
+        attributes = cls(
+            top_k=node.positive_int_attr("top_k"),
+            scale=node.finite_positive_float_attr("scale"),
+            weights_scale=node.finite_positive_float_attr("weights_scale", 1.0),
+        )
+        if attributes.top_k > _I64_MAX:
+            raise KernelError(OP, f"attribute 'top_k' must fit i64, got {attributes.top_k}", operand="top_k")
+        node.reject_unknown_attributes(("top_k", "scale", "weights_scale"), "the frozen v1 ABI")
+        return attributes
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The launches for one layout of the operands; every call renews their pointers."""
+
+    layout: WorkspaceLayout
+    score: PreparedLaunch
+    select: PreparedLaunch
+
+
+_PlanKey = tuple[bool, tuple[TensorMetadata, ...]]
+"""Whether query and key allow the widest access, and the metadata of inputs and output."""
+
+
+class DsaIndexSelectKernel(Kernel):
+    """One DsaIndexSelect node on one runtime; made by :class:`DsaIndexSelectFactory`."""
+
+    def __init__(self, runtime: CudaRuntime, attributes: _Attributes, max_grid_x: int) -> None:
+        self._runtime = runtime
+        self._attributes = attributes
+        self._max_grid_x = max_grid_x
+        self._workspace = Workspace(runtime, OP, _process_workspaces)
+        self._launches = _LaunchLedger(_process_launches)
+        self._plans: dict[_PlanKey, _Plan] = {}
+        self._warmed = False
+
+    def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
+        """Enqueue the operator; the module's docstring describes the operands.
+
+        Raises:
+            KernelError: an operand is not what the operator takes; nothing was launched, counted or grown.
+            CaptureError: a capture is open, and the shape was not warmed before it.
+        """
+        operands = _required_operands(inputs, outputs)
+        check_memory(OP, self._runtime, _OPERAND_NAMES, operands[:4], operands[4:])
+        metadata = tuple([view.metadata for view in operands])
+        aligned = (operands[0].ptr | operands[1].ptr) % ACCESS_BYTES == 0
+        with self._runtime.exclusive():
+            plan = self._plans.get((aligned, metadata))
+            if plan is None:
+                dims = self._check_metadata(metadata)
+                layout = WorkspaceLayout.of(dims)
+                slot = self._workspace.candidate(layout.nbytes)
+                plan = self._prepare(dims, layout, metadata[0].dtype, aligned)
+                self._remember((aligned, metadata), plan)
+            else:
+                slot = self._workspace.candidate(plan.layout.nbytes)
+            self._launch(plan, operands, slot.ptr)
+            if self._runtime.is_capturing():
+                self._runtime.retain(self._workspace.device_graph_resources())
+            else:
+                self._workspace.publish(slot)
+                self._warmed = True
+
+    def workspace_requirement(self, inputs: Sequence[TensorMetadata]) -> WorkspaceRequirement:
+        """None: the kernel owns its workspace.
+
+        Raises:
+            KernelError: the shapes do not fit together, or a size overflows.
+        """
+        if len(inputs) != len(INPUT_NAMES):
+            raise KernelError(OP, f"expected 4 input metadata entries, got {len(inputs)}")
+        WorkspaceLayout.of(resolve_dims([metadata.shape for metadata in inputs], self._attributes.top_k))
+        return WorkspaceRequirement.NONE
+
+    def capture_support(self) -> CaptureSupport:
+        """Supported once an eager execution has compiled the kernels and sized the workspace."""
+        if self._warmed:
+            return CaptureSupport.supported()
+        return CaptureSupport.unsupported(
+            "requires a warmed fixed-shape eager DsaIndexSelect pass to compile the NVRTC kernel and size the "
+            "kernel-owned workspace"
+        )
+
+    def device_graph_resources(self) -> tuple[DeviceGraphResource, ...]:
+        """The workspace."""
+        return self._workspace.device_graph_resources()
+
+    def launch_stats(self) -> DsaLaunchStats:
+        return self._launches.stats()
+
+    def workspace_stats(self) -> WorkspaceStats:
+        return self._workspace.stats()
+
+    def _check_metadata(self, metadata: tuple[TensorMetadata, ...]) -> Dims:
+        *inputs, output = metadata
+        query = inputs[0].dtype
+        if query not in ELEMENT_TYPES:
+            raise _operand_error(0, f"dtype {query} unsupported; expected Float32, Float16, or BFloat16")
+        for index in (1, 2):
+            if inputs[index].dtype != query:
+                raise _operand_error(index, f"dtype {inputs[index].dtype} must match query dtype {query}")
+        if inputs[3].dtype != float32:
+            raise _operand_error(3, f"dtype {inputs[3].dtype} unsupported; expected Float32")
+        if output.dtype != int64:
+            raise _operand_error(_OUTPUT, f"dtype {output.dtype} unsupported; expected Int64")
+        for index, tensor in enumerate(inputs):
+            if not tensor.is_contiguous:
+                raise _operand_error(index, f"must be contiguous, got strides {list(tensor.strides)}")
+        if not output.is_contiguous:
+            raise _operand_error(_OUTPUT, f"must be contiguous, got strides {list(output.strides)}")
+        dims = resolve_dims([tensor.shape for tensor in inputs], self._attributes.top_k)
+        expected = (dims.batch, 1, dims.q_seq, self._attributes.top_k)
+        if output.shape != expected:
+            raise _operand_error(
+                _OUTPUT, f"shape {list(output.shape)} unsupported; expected {list(expected)} (B, 1, S, top_k)"
+            )
+        return dims
+
+    def _prepare(self, dims: Dims, layout: WorkspaceLayout, dtype: DataType, aligned: bool) -> _Plan:
+        """Load the kernels and pack their arguments, pointers apart; an empty tensor makes an empty grid."""
+        runtime, attributes, limit = self._runtime, self._attributes, self._max_grid_x
+        runtime.require_nvrtc_half_headers(OP)
+        tile = choose_tile(dims)
+        score = runtime.function(score_spec(dtype, tile, dims.head_dim, aligned=aligned))
+        select = runtime.function(select_spec(dims))
+        return _Plan(
+            layout,
+            runtime.prepare(
+                score,
+                launch_config(score.spec, score_tiles(dims, tile), limit),
+                *_unbound(score.spec),
+                dims.batch,
+                dims.q_seq,
+                dims.heads,
+                dims.head_dim,
+                dims.key_seq,
+                attributes.scale,
+                attributes.weights_scale,
+            ),
+            runtime.prepare(
+                select,
+                launch_config(select.spec, dims.rows, limit),
+                *_unbound(select.spec),
+                dims.rows,
+                dims.key_seq,
+                attributes.top_k,
+            ),
+        )
+
+    def _remember(self, key: _PlanKey, plan: _Plan) -> None:
+        if len(self._plans) == _PLAN_LIMIT:
+            del self._plans[next(iter(self._plans))]
+        self._plans[key] = plan
+
+    def _launch(self, plan: _Plan, operands: Sequence[TensorView], workspace: int) -> None:
+        query, key, weights, bias, out = operands
+        scores = workspace + plan.layout.scores_offset
+        allowed = workspace + plan.layout.allowed_offset
+        plan.score.bind(query.ptr, key.ptr, weights.ptr, bias.ptr, scores, allowed)
+        self._runtime.launch(plan.score, operands[:4])
+        plan.select.bind(scores, allowed, out.ptr)
+        self._runtime.launch(plan.select, operands[4:])
+        self._launches.executed(plan.score.config.grid[0], plan.select.config.grid[0])
+
+
+class DsaIndexSelectFactory(KernelFactory):
+    """Makes DsaIndexSelect kernels."""
+
+    def create(self, node: Node, shapes: Sequence[tuple[int, ...] | None]) -> DsaIndexSelectKernel:
+        """A kernel for ``node``; it takes any shapes.
+
+        Raises:
+            KernelError: an attribute is missing, ill-typed, out of range or outside the v1 ABI.
+        """
+        return DsaIndexSelectKernel(self.runtime, _Attributes.read(node), self.runtime.capabilities.max_grid_dim_x)
+
+    def create_kernel_with_grid_limit(self, node: Node, max_grid_x: int) -> DsaIndexSelectKernel:
+        """A kernel that launches no more than ``max_grid_x`` blocks, for tests of the grid stride.
+
+        Raises:
+            KernelError: the limit is not positive, or an attribute is wrong.
+        """
+        if max_grid_x <= 0:
+            raise KernelError(OP, "test grid limit must be greater than zero")
+        device_limit = self.runtime.capabilities.max_grid_dim_x
+        return DsaIndexSelectKernel(self.runtime, _Attributes.read(node), min(max_grid_x, device_limit))
+
+
+def unsupported_reason(
+    node: Node, shapes: Sequence[tuple[int, ...] | None], dtypes: Sequence[DataType | None]
+) -> str | None:
+    """The claim gate. What is not known (None, or beyond the end of ``dtypes``) is not held against the node."""
+    known = (*dtypes, *(None,) * (len(INPUT_NAMES) - len(dtypes)))
+    query, key, weights, bias = known[: len(INPUT_NAMES)]
+    if query not in ELEMENT_TYPES:
+        return f"{OP}: query dtype {query or 'Undefined'} unsupported on CUDA (expected f32, f16, or bf16)"
+    if any(dtype not in (query, None) for dtype in (key, weights)):
+        return f"{OP}: query, key, and weights must use the same floating dtype on CUDA"
+    try:
+        _Attributes.read(node)
+        if len(shapes) != len(INPUT_NAMES):
+            return f"{OP}: expected 4 inputs, got {len(shapes)}"
+        if bias not in (float32, None):
+            raise _operand_error(3, f"dtype {bias} unsupported; expected Float32")
+        check_shapes(shapes)
+    except KernelError as error:
+        return str(error).removeprefix("cuda_ep ")
+    return None
+
+
+def _required_operands(inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[TensorView, ...]:
+    if len(inputs) != len(INPUT_NAMES):
+        raise KernelError(OP, f"expected 4 inputs, got {len(inputs)}")
+    if len(outputs) != 1:
+        raise KernelError(OP, f"expected 1 output, got {len(outputs)}")
+    for index, (name, view) in enumerate(zip(INPUT_NAMES, inputs, strict=True)):
+        if view is None:
+            raise KernelError(OP, f"required input {index} ('{name}') is absent", operand=name)
+    return (*inputs, *outputs)  # type: ignore[arg-type]
+
+
+def _unbound(spec: KernelSpec) -> tuple[int, ...]:
+    """Null pointers in place of those that every call binds."""
+    return (0,) * sum(param.kind == "ptr" for param in spec.params)
+
+
+def _operand_error(position: int, what: str) -> KernelError:
+    label = operand_label(_OPERAND_NAMES, _OUTPUT, position)
+    return KernelError(OP, f"{label} {what}", operand=_OPERAND_NAMES[position])
+
+
+register("pkg.nxrt", OP, DsaIndexSelectFactory, unsupported_reason)
