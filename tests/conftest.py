@@ -1,0 +1,50 @@
+"""Fixtures of the whole suite, and the record of the last run on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nxrt_cuda as nx
+from tests.gpu_record import RECORD, source_digest
+from tests.small_kernels import HOST_ENTRIES
+
+pytest_plugins = ["nxrt_cuda.testing"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write tests/gpu/last_run.json after the GPU tests")
+
+
+def pytest_report_header() -> str:
+    if not RECORD.exists():
+        return "gpu record: none"
+    record = json.loads(RECORD.read_text())
+    fresh = "of the present sources" if record["sources"] == source_digest() else "STALE: the sources have changed since"
+    return f"gpu record: {record['passed']} passed on {record['device']}, {record['date']}, {fresh}"
+
+
+@pytest.fixture(autouse=True)
+def _private_program_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests share one program cache of their own, never the user's."""
+    monkeypatch.setenv("NXRT_CUDA_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "program-cache"))
+
+
+@pytest.fixture
+def rt() -> Iterator[nx.CudaRuntime]:
+    """A runtime on the host driver that must give everything back when it is closed."""
+    runtime = nx.open_runtime("host", host_entries=HOST_ENTRIES)
+    driver = runtime._driver
+    yield runtime
+    runtime.close()
+    if not isinstance(runtime._session.refusal and runtime._session.refusal(), nx.DeviceFaultError):
+        assert not driver.live(), f"leaked: {driver.live()}"
+
+
+@pytest.fixture
+def data() -> Path:
+    """The directory of recorded inputs."""
+    return Path(__file__).parent / "data"

@@ -1,0 +1,74 @@
+"""Fixtures for tests on a GPU: skipped with the reason where there is none, recorded with --record."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+import nxrt_cuda as nx
+from tests.gpu_record import RECORD, source_digest
+
+_outcomes: Counter[str] = Counter()
+_started = time.monotonic()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.path.parts:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def gpu() -> str:
+    """The name of the first GPU; skips without one, or fails where NXRT_REQUIRE_CUDA=1 demands one."""
+    try:
+        with nx.open_runtime("cuda:0") as runtime:
+            return runtime.device_name
+    except nx.NoDeviceError as error:
+        if os.environ.get("NXRT_REQUIRE_CUDA") == "1":
+            raise
+        pytest.skip(f"no GPU: {error}")
+
+
+@pytest.fixture
+def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
+    """A runtime on the first GPU."""
+    with nx.open_runtime("cuda:0") as runtime:
+        yield runtime
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "tests/gpu/" in report.nodeid and (report.when == "call" or report.outcome == "skipped"):
+        _outcomes[report.outcome] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not session.config.getoption("--record"):
+        return
+    if not _outcomes["passed"] or _outcomes["failed"]:
+        raise pytest.UsageError(f"nothing to record: {dict(_outcomes)}")
+    RECORD.write_text(json.dumps(_record(), indent=2) + "\n")
+
+
+def _record() -> dict[str, object]:
+    from nxrt_cuda.driver.cuda import CudaDriver
+    from nxrt_cuda.nvrtc import load_nvrtc
+
+    driver = CudaDriver()
+    version = driver.driver_version()
+    return {
+        "sources": source_digest(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": driver.device_name(0),
+        "driver": f"{version // 1000}.{version % 1000 // 10}",
+        "nvrtc": str(load_nvrtc()),
+        "passed": _outcomes["passed"],
+        "skipped": _outcomes["skipped"],
+        "seconds": round(time.monotonic() - _started, 1),
+    }
