@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -40,11 +41,12 @@ def open_runtime(
         eager_sync: wait after every launch, so that a fault names the launch that caused it.
         pool_limit: bytes of free memory kept for reuse; by default the environment's
             ``NXRT_CUDA_POOL_BYTES``, or 256 MiB.
-        host_entries: further kernels for the host driver, by entry name.
+        host_entries: further kernels for the host driver, by entry name; unused on a GPU.
 
     Raises:
         NoDeviceError: a CUDA device was named, and there is no driver or no such device.
-        RuntimeStateError: ``device`` is not of these forms, or an option does not go with it.
+        RuntimeStateError: ``device`` is not of these forms, or an option does not go with it, or this
+            process was forked from one that has used CUDA.
     """
     if device is None:
         device = "cuda:0" if _has_gpu() else "host"
@@ -57,8 +59,6 @@ def open_runtime(
             raise RuntimeStateError("the host driver has streams of its own only; leave out stream")
         primary = _host_context(host_entries or {})
     else:
-        if host_entries:
-            raise RuntimeStateError(f"host_entries are for the host driver, not for {device}")
         primary = _cuda_context(int(ordinal or 0))
     try:
         return CudaRuntime(primary, _compiler(primary), stream=handle, eager_sync=eager_sync, pool_limit=pool_limit)
@@ -68,10 +68,20 @@ def open_runtime(
 
 
 @lru_cache(maxsize=1)
-def _cuda_driver() -> Driver:
+def _load_cuda_driver() -> tuple[Driver, int]:
     from nxrt_cuda.driver.cuda import CudaDriver
 
-    return CudaDriver()
+    return CudaDriver(), os.getpid()
+
+
+def _cuda_driver() -> Driver:
+    driver, process = _load_cuda_driver()
+    if process != os.getpid():
+        raise RuntimeStateError(
+            "the process that this one was forked from has used CUDA, which does not survive a fork; "
+            "start workers with multiprocessing's 'spawn' method and open the runtime there"
+        )
+    return driver
 
 
 def _has_gpu() -> bool:
@@ -101,7 +111,8 @@ def _host_context(entries: Mapping[str, HostEntry]) -> PrimaryContext:
 
 def _compiler(primary: PrimaryContext) -> Compiler:
     from nxrt_cuda.compile import HostCompiler, NvrtcCompiler
+    from nxrt_cuda.program_cache import ProgramCache
 
     if primary.driver.name == "host":
         return HostCompiler()
-    return NvrtcCompiler(primary.capabilities.compute_capability)
+    return NvrtcCompiler(primary.capabilities.compute_capability, cache=ProgramCache.from_environment())

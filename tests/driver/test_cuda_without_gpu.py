@@ -25,6 +25,7 @@ def _python(code: str, **environment: str) -> list[str]:
         [sys.executable, "-P", "-u", "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         capture_output=True,
+        check=False,
         text=True,
         timeout=60,
     )
@@ -145,7 +146,7 @@ def test_a_driver_that_does_not_start_is_not_a_missing_one(stub: Run) -> None:
 
 
 def _stub_init(stub: Run, code: int) -> list[str]:
-    lines = stub("import os; os.environ['STUB_STATUS'] = 'cuInit=%d'; failure(CudaDriver)" % code)
+    lines = stub(f"import os; os.environ['STUB_STATUS'] = 'cuInit={code}'; failure(CudaDriver)")
     return [line for line in lines if not line.startswith("cu")]
 
 
@@ -243,7 +244,8 @@ def test_capture_calls(stub: Run) -> None:
         "<CaptureStatus.INVALIDATED: 2> <CaptureMode.GLOBAL: 0>",
         "('KERNEL', 'MEMCPY', 'MEMSET')",
         "cuStreamEndCapture 0x1",
-        "DriverError 901 cuStreamEndCapture failed: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901): the driver's own words",
+        "DriverError 901 cuStreamEndCapture failed: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901): "
+        "the driver's own words",
     ]
 
 
