@@ -125,12 +125,21 @@ class PrimaryContext:
     def release(self) -> None:
         """Give up one use; the last one releases the context, and this thread does not keep it current."""
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                del self._retained[(id(self.driver), self.device)]
+            if self._users == 1:
                 if self.driver.ctx_get_current() == self.handle:
                     self.driver.ctx_pop_current()
                 self.driver.primary_ctx_release(self.device)
+                del self._retained[(id(self.driver), self.device)]
+            self._users -= 1
+
+
+class _Thread(threading.local):
+    """What a thread is doing: the session, of any runtime, whose capture it has open."""
+
+    capturing: Session | None = None
+
+
+_thread = _Thread()
 
 
 class Session:
@@ -139,15 +148,17 @@ class Session:
     Attributes:
         driver: the driver.
         context: the context's handle.
+        eager_sync: whether every launch and replay is waited for.
         lock: held for the length of every call, and by the capturing thread for a whole capture.
-        capturing: whether a capture is open; its thread holds ``lock``.
+        capturing: whether a capture is open, for threads that hold ``lock``: it is theirs then.
         refusal: makes the error that every call now raises; None while the runtime is usable.
         suspects: labels of the work enqueued since the last good synchronise.
         dropped: what finalisers want released, as calls to make when no capture is open.
     """
 
-    def __init__(self, primary: PrimaryContext) -> None:
+    def __init__(self, primary: PrimaryContext, *, eager_sync: bool = False) -> None:
         self.primary = primary
+        self.eager_sync = eager_sync
         self.driver = primary.driver
         self.context = primary.handle
         self.lock = threading.RLock()
@@ -163,16 +174,16 @@ class Session:
         """Hold the runtime with its context current, for one operation.
 
         Raises:
-            CaptureError: this thread is capturing and the operation would spoil it. The capture
-                stays open and usable.
+            CaptureError: this thread is capturing, on this runtime or another, and the operation
+                would spoil that. The capture stays open and usable.
             RuntimeStateError: the runtime is closed or was inherited through a fork.
             DeviceFaultError: the context is lost.
         """
         with self.lock:
             self.check_usable()
-            if self.capturing and not in_capture:
+            if _thread.capturing is not None and not in_capture:
                 raise CaptureError(
-                    f"{operation} is illegal while this runtime captures a CUDA graph; do it before the capture",
+                    f"{operation} is illegal while this thread captures a CUDA graph; do it before the capture",
                     operation=operation,
                     state="capturing",
                 )
@@ -215,6 +226,21 @@ class Session:
         with self.current():
             call(*arguments)
 
+    @property
+    def captures_here(self) -> bool:
+        """Whether the calling thread has a capture open on this runtime; waits for nobody."""
+        return _thread.capturing is self
+
+    def enter_capture(self) -> None:
+        """The calling thread, which holds the lock, has opened a capture."""
+        self.capturing = True
+        _thread.capturing = self
+
+    def leave_capture(self) -> None:
+        """The calling thread's capture has ended."""
+        self.capturing = False
+        _thread.capturing = None
+
     def enqueued(self, label: str) -> None:
         """Note work that the next asynchronous fault may come from."""
         self._enqueued += 1
@@ -230,9 +256,13 @@ class Session:
             self.suspects.popleft()
 
     def collect(self) -> None:
-        """Make the calls that finalisers asked for; the lock is held and no capture is open."""
+        """Make the calls that finalisers asked for; the lock is held and no capture is open.
+
+        One that fails is tried again the next time.
+        """
         while self.dropped:
-            self.dropped.popleft()()
+            self.dropped[0]()
+            self.dropped.popleft()
 
     def check_usable(self) -> None:
         if self.refusal is not None:
@@ -267,6 +297,8 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def _refuse_after_fork() -> None:
+    PrimaryContext._lock = threading.Lock()
+    _thread.capturing = None
     for session in _sessions:
         # The parent's thread may have held the lock; this child owns nothing that it guards.
         session.lock = threading.RLock()

@@ -102,10 +102,12 @@ def borrow(capsule: Any) -> Borrowed:
     """Read a capsule without consuming it: its own destructor returns the memory to the producer.
 
     Raises:
-        TensorError: the element type has no counterpart here.
+        TensorError: the element type or the DLPack version has no counterpart here.
     """
     if _capsule_is(capsule, _NAME_VERSIONED):
         managed = ctypes.cast(_capsule_pointer(capsule, _NAME_VERSIONED), ctypes.POINTER(_ManagedVersioned)).contents
+        if managed.major != 1:
+            raise TensorError(f"DLPack {managed.major}.{managed.minor} is not read here; version 1 was asked for")
         tensor, read_only = managed.tensor, bool(managed.flags & _READ_ONLY)
     elif _capsule_is(capsule, _NAME):
         tensor = ctypes.cast(_capsule_pointer(capsule, _NAME), ctypes.POINTER(_Managed)).contents.tensor

@@ -19,7 +19,8 @@
     └── RuntimeStateError        the runtime is closed, forked or not on this thread
 
 A message says what happened, why, and what to do. A call that raises has changed nothing: tensors,
-workspaces, graphs and counters are as they were.
+workspaces, graphs and counters are as they were. Two failures of the driver itself cannot keep that: an
+upload that breaks off leaves its target undefined, and a replay may have enqueued earlier segments.
 """
 
 from __future__ import annotations

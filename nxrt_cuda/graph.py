@@ -15,9 +15,9 @@ was recorded. Closing it, or dropping it, lets go of them.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxrt_cuda.context import Session
 from nxrt_cuda.driver.base import CaptureMode, Driver
-from nxrt_cuda.errors import CaptureError, DriverError, GraphError
+from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, GraphError
 from nxrt_cuda.stats import RuntimeCounters
 from nxrt_cuda.streams import Streams
 
@@ -46,7 +46,7 @@ class GraphSlot(Enum):
     VERIFY = "verify"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Segment:
     """One instantiated graph and what its replays refer to."""
 
@@ -56,6 +56,18 @@ class _Segment:
     kernels: tuple[str, ...]
     owners: tuple[MemoryOwner, ...]
     resources: tuple[Any, ...]
+
+    def destroy(self, driver: Driver, name: str) -> None:
+        """Give the graph back and let go of what it refers to; after a failure, goes on where it stopped."""
+        if self.executable:
+            driver.graph_exec_destroy(self.executable)
+            self.executable = 0
+        if self.graph:
+            driver.graph_destroy(self.graph)
+            self.graph = 0
+        for owner in self.owners:
+            owner.pins.remove(name)
+        self.owners = self.resources = ()
 
 
 class CapturedGraph:
@@ -112,9 +124,9 @@ class CapturedGraph:
         """Enqueue one segment by its position in capture order.
 
         Raises:
-            GraphError: there is no such segment.
+            GraphError: there is no such segment, or the graph is closed.
         """
-        if not 0 <= index < len(self._executables):
+        if not self._closed and not 0 <= index < len(self._executables):
             raise GraphError(
                 f"cannot replay CUDA graph segment {index} of {self.name}; only {len(self._executables)} "
                 "segment(s) installed"
@@ -127,12 +139,14 @@ class CapturedGraph:
         Raises:
             CaptureError: the runtime is capturing.
         """
-        if self._closed:
+        if self._closed and not self._segments:
             return
         with self._session.driving("graph close") as driver:
             self._closed = True
-            segments, self._segments, self._executables = self._segments, (), ()
-            _destroy(driver, segments, self.name)
+            self._executables = ()
+            while self._segments:
+                self._segments[-1].destroy(driver, self.name)
+                self._segments = self._segments[:-1]
 
     def _launch(self, executables: tuple[int, ...], label: str) -> None:
         session = self._session
@@ -153,14 +167,16 @@ class CapturedGraph:
             session.enqueued(label)
             self.replays += 1
             self._counters.graph_replays += len(executables)
+            if session.eager_sync:
+                self._streams.wait(self._streams.compute, label)
 
     def _install(self, segment: _Segment) -> None:
         self._segments = (*self._segments, segment)
         self._executables = (*self._executables, segment.executable)
 
     def __del__(self) -> None:
-        if getattr(self, "_segments", ()):
-            self._session.dropped.append(partial(_destroy, self._session.driver, self._segments, self.name))
+        for segment in getattr(self, "_segments", ()):
+            self._session.dropped.append(partial(segment.destroy, self._session.driver, self.name))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.segment_count} segment(s), {self.node_count} node(s)"
@@ -172,11 +188,10 @@ class _Recording:
     """The open capture."""
 
     graph: CapturedGraph
-    thread: int
     kernels: list[str] = field(default_factory=list)
     owners: dict[int, MemoryOwner] = field(default_factory=dict)
     resources: dict[int, Any] = field(default_factory=dict)
-    failure: DriverError | None = None
+    failure: tuple[str, DriverError] | None = None
 
     def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
         self.resources.update((resource.key, resource.resource) for resource in resources)
@@ -202,7 +217,7 @@ class GraphRecorder:
         Raises:
             CaptureError: a capture is open, a kernel declines (all that decline are named), or the
                 compute stream is one of the driver's legacy streams.
-            GraphError: the graph is closed.
+            GraphError: the graph is closed, or another runtime's.
         """
         session = self._session
         session.lock.acquire()
@@ -210,6 +225,8 @@ class GraphRecorder:
             session.check_usable()
             if session.capturing:
                 raise _refused("cannot begin CUDA graph capture while capture is already active", "begin", "capturing")
+            if graph._session is not session:
+                raise GraphError(f"cannot capture into {graph.name} because it belongs to another runtime")
             if graph.is_closed:
                 raise GraphError(f"cannot capture into {graph.name} because it is closed")
             if self._streams.compute in _LEGACY_STREAMS:
@@ -227,39 +244,42 @@ class GraphRecorder:
             ]
             if declined:
                 raise _refused(f"CUDA graph capture declined by {'; '.join(declined)}", "begin", "idle")
-            recording = _Recording(graph, threading.get_ident())
+            recording = _Recording(graph)
             for kernel in audit:
                 recording.retain(kernel.device_graph_resources())
-            with session.current():
-                session.driver.stream_begin_capture(self._streams.compute, CaptureMode.THREAD_LOCAL)
+            with session.driving("a second capture") as driver:
+                session.collect()
+                driver.stream_begin_capture(self._streams.compute, CaptureMode.THREAD_LOCAL)
             self._recording = recording
-            session.capturing = True
+            session.enter_capture()
         except BaseException:
             session.lock.release()
             raise
 
-    def record(self, label: str, operands: Sequence[TensorView]) -> None:
+    def record(self, label: str, operands: Sequence[TensorView | None]) -> None:
         """Note a launch of the open capture, and keep the memory of its operands alive."""
         recording = self._recording
         assert recording is not None
         recording.kernels.append(label)
         for view in operands:
-            recording.owners[id(view.owner)] = view.owner
+            if view is not None:
+                recording.owners[id(view.owner)] = view.owner
 
     def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
         """Keep ``resources`` alive with the graph that is being recorded; nothing to do when idle."""
         if self._recording is not None:
             self._recording.retain(resources)
 
-    def failed(self, error: DriverError) -> None:
+    def failed(self, label: str, error: DriverError) -> None:
         """Latch the first driver failure of the open capture; ending it reports that one."""
         if self._recording is not None and self._recording.failure is None:
-            self._recording.failure = error
+            self._recording.failure = (label, error)
 
-    def end(self) -> CapturedGraph:
+    def end(self, *, stacklevel: int = 3) -> CapturedGraph:
         """Close the capture and install what it recorded as the graph's next segment.
 
-        However it ends, the stream has left capture mode and the runtime is idle again.
+        However it ends, the stream has left capture mode and the runtime is idle again. A capture that
+        recorded nothing is warned of, ``stacklevel`` frames up.
 
         Raises:
             CaptureError: there is no open capture, or it belongs to another thread.
@@ -274,12 +294,14 @@ class GraphRecorder:
             self._counters.graphs_captured += 1
             installed = True
         finally:
+            if not installed:
+                self._discard()
             self._leave(aborted=not installed)
         if not segment.node_types:
             warnings.warn(
                 f"{recording.graph.name} recorded nothing: no launch reached the captured stream",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
         return recording.graph
 
@@ -289,32 +311,37 @@ class GraphRecorder:
         Raises:
             CaptureError: the open capture belongs to another thread.
         """
-        if self._recording is None:
+        if not self._session.capturing:
             return
         self._owned("abort")
-        driver = self._session.driver
         try:
-            with self._session.current():
-                try:
-                    graph = driver.stream_end_capture(self._streams.compute)
-                except DriverError:
-                    # An invalidated capture has no graph left; ending it was all that was wanted.
-                    return
-                driver.graph_destroy(graph)
+            self._discard()
         finally:
             self._leave(aborted=True)
 
-    def _finish(self, recording: _Recording) -> _Segment:
+    def _discard(self) -> None:
+        """Take the stream out of capture mode and drop what was recorded."""
         driver = self._session.driver
+        # Ending an invalidated capture fails, as does ending what has ended; the stream is out of it then.
+        for _ in range(2):
+            with suppress(DriverError), self._session.current():
+                graph = driver.stream_end_capture(self._streams.compute)
+                self._session.dropped.append(partial(driver.graph_destroy, graph))
+
+    def _finish(self, recording: _Recording) -> _Segment:
+        driver, dropped = self._session.driver, self._session.dropped
         name = recording.graph.name
+        graph = 0
         try:
             graph = driver.stream_end_capture(self._streams.compute)
+        except DeviceFaultError:
+            raise
         except DriverError as error:
-            first = recording.failure or error
-            raise GraphError(f"capture of {name} failed: {first}") from first
+            self.failed("its end", error)
         try:
             if recording.failure is not None:
-                raise GraphError(f"capture of {name} failed: {recording.failure}") from recording.failure
+                label, first = recording.failure
+                raise GraphError(f"capture of {name} failed at {label}: {first}") from first
             node_types = driver.graph_node_types(graph)
             owning = [kind for kind in node_types if kind in ("MEM_ALLOC", "MEM_FREE")]
             if owning:
@@ -323,10 +350,11 @@ class GraphRecorder:
             try:
                 driver.graph_upload(executable, self._streams.compute)
             except BaseException:
-                driver.graph_exec_destroy(executable)
+                dropped.append(partial(driver.graph_exec_destroy, executable))
                 raise
         except BaseException:
-            driver.graph_destroy(graph)
+            if graph:
+                dropped.append(partial(driver.graph_destroy, graph))
             raise
         owners = tuple(recording.owners.values())
         for owner in owners:
@@ -335,10 +363,11 @@ class GraphRecorder:
         return _Segment(graph, executable, node_types, kernels, owners, resources)
 
     def _owned(self, operation: str) -> _Recording:
-        recording = self._recording
-        if recording is None:
+        session, recording = self._session, self._recording
+        if recording is None or not session.capturing:
+            session.check_usable()
             raise _refused(f"cannot {operation} CUDA graph capture because capture is not active", operation, "idle")
-        if recording.thread != threading.get_ident():
+        if not session.captures_here:
             raise _refused(
                 f"CUDA graph capture must {operation} on the thread that began the thread-local capture",
                 operation,
@@ -348,17 +377,9 @@ class GraphRecorder:
 
     def _leave(self, *, aborted: bool) -> None:
         self._recording = None
-        self._session.capturing = False
+        self._session.leave_capture()
         self._counters.aborted_captures += aborted
         self._session.lock.release()
-
-
-def _destroy(driver: Driver, segments: Iterable[_Segment], name: str) -> None:
-    for segment in segments:
-        driver.graph_exec_destroy(segment.executable)
-        driver.graph_destroy(segment.graph)
-        for owner in segment.owners:
-            owner.pins.remove(name)
 
 
 def _refused(message: str, operation: str, state: str) -> CaptureError:

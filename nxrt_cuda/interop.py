@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _DEFAULT_STREAM = 1
-"""What both protocols call the legacy default stream; the driver's ``CU_STREAM_LEGACY`` has that value."""
+"""What both protocols call the legacy default stream, as the driver's ``CU_STREAM_LEGACY``; they refuse 0."""
 
 
 def stream_handle(stream: Any) -> int | None:
@@ -76,10 +76,10 @@ def import_array(runtime: CudaRuntime, memory: DeviceMemory, array: Any) -> Tens
         if (device := int(array.__dlpack_device__()[1])) != ordinal:
             raise TensorError(f"the {type(array).__name__} is on cuda:{device}, the runtime on {runtime.device}")
         try:
-            capsule = array.__dlpack__(stream=runtime.stream, max_version=(1, 0))
+            capsule = array.__dlpack__(stream=runtime.stream or _DEFAULT_STREAM, max_version=(1, 0))
         except TypeError:
             # Producers from before DLPack 1.0 do not know max_version.
-            capsule = array.__dlpack__(stream=runtime.stream)
+            capsule = array.__dlpack__(stream=runtime.stream or _DEFAULT_STREAM)
         borrowed = dlpack.borrow(capsule)
         ptr, metadata, read_only, keep = borrowed.ptr, borrowed.metadata, borrowed.read_only, borrowed.capsule
     else:
@@ -115,7 +115,7 @@ def array_interface(view: TensorView, driver: str, stream: int) -> dict[str, Any
         "typestr": view.dtype.numpy.str,
         "data": (view.ptr, not isinstance(view, TensorMut)),
         "strides": None if view.is_contiguous else tuple(s * view.dtype.itemsize for s in view.strides),
-        "stream": stream,
+        "stream": stream or _DEFAULT_STREAM,
         "version": 3,
     }
 

@@ -97,8 +97,11 @@ class Allocation:
                     f"the {self.nbytes} bytes at 0x{self.ptr:x} are referred to by {', '.join(self.pins)}; "
                     "let go of that before freeing them"
                 )
-            self._freed = True
-            self._memory.release(self._block)
+            # Asked again: another thread may have freed it while this one waited.
+            if not self.is_freed:
+                self._memory.release(self._block)
+                self._freed = True
+                self._memory.explicit_frees += 1
 
     def __del__(self) -> None:
         # Half-built instances and interpreter shutdown end up here too.
@@ -144,12 +147,15 @@ class ForeignMemory:
                     f"the imported memory at 0x{self.ptr:x} is referred to by {', '.join(self.pins)}; "
                     "let go of that before freeing it"
                 )
-            obj, self._object = self._object, None
-            self._memory.retire(obj)
+            if not self.is_freed:
+                self._memory.retire(self._object)
+                self._object = None
+                self._memory.explicit_frees += 1
 
     def __del__(self) -> None:
         obj = getattr(self, "_object", None)
-        if obj is not None:
+        # Once the runtime is closed no work is left that the object would have to outlive.
+        if obj is not None and not self._memory.is_closed:
             self._memory.session.dropped.append(partial(self._memory.retire, obj))
 
 
@@ -160,6 +166,7 @@ class DeviceMemory:
         runtime: the runtime it belongs to.
         session: its way to the driver.
         is_closed: whether everything was given back.
+        explicit_frees: how often memory that views may still describe was freed.
     """
 
     def __init__(
@@ -168,6 +175,7 @@ class DeviceMemory:
         self.runtime = runtime
         self.session = session
         self.is_closed = False
+        self.explicit_frees = 0
         self._driver = session.driver
         self._streams = streams
         self._counters = counters
@@ -180,12 +188,12 @@ class DeviceMemory:
         """``nbytes`` (at least one) of uninitialised device memory, aligned to 256 bytes.
 
         Raises:
-            DeviceMemoryError: ``nbytes`` is negative.
+            DeviceMemoryError: ``nbytes`` is negative, or beyond any address space.
             OutOfMemoryError: the driver has no room, even after the pool was emptied.
             CaptureError: the runtime is capturing.
         """
-        if nbytes < 0:
-            raise DeviceMemoryError(f"{operation} of {nbytes} bytes")
+        if not 0 <= nbytes < 2**63:
+            raise DeviceMemoryError(f"{operation} of {nbytes} bytes: a size is at least 0 and below 2**63")
         try:
             with self.session.driving(operation):
                 self.collect()
@@ -200,7 +208,7 @@ class DeviceMemory:
                 return Allocation(self, _Block(ptr, size, pooled), nbytes)
         except CaptureError as refusal:
             raise CaptureError(
-                f"{operation} of {nbytes} bytes is illegal while this runtime captures a CUDA graph; "
+                f"{operation} of {nbytes} bytes is illegal while this thread captures a CUDA graph; "
                 "allocate before the capture",
                 operation=operation,
                 state=refusal.state,
@@ -228,29 +236,33 @@ class DeviceMemory:
         """Return all free memory to the driver; waits for queued work."""
         self.collect()
         for size, free in self._pool.items():
-            for ptr in free:
-                self.retire(_Block(ptr, size, False))
-        self._pool.clear()
-        self._counters.pool_retained_bytes = 0
+            while free:
+                self.retire(_Block(free[-1], size, False))
+                free.pop()
+                self._counters.pool_retained_bytes -= size
         while self._retired:
             self._driver.event_synchronize(self._retired[0][0])
             self._free_oldest()
 
     def close(self) -> None:
-        """Return every block, in use or not; all work must be done. Tensors of it are dead afterwards."""
+        """Return every block, in use or not; all work must be done. Tensors of it are dead afterwards.
+
+        After a failure, goes on where it stopped.
+        """
         self.is_closed = True
-        while self._retired:
-            event, _ = self._retired.popleft()
-            self._streams.recycle(event)
+        self.explicit_frees += 1
+        self._retired.clear()
         self._pool.clear()
+        self._counters.pool_retained_bytes = 0
         for ptr in list(self._blocks):
             self._return(ptr)
 
     def _free_oldest(self) -> None:
-        event, item = self._retired.popleft()
-        self._streams.recycle(event)
+        event, item = self._retired[0]
         if isinstance(item, _Block):
             self._return(item.ptr)
+        self._retired.popleft()
+        self._streams.recycle(event)
 
     def _take(self, size: int) -> int:
         try:

@@ -11,7 +11,8 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,6 @@ class CudaRuntime:
     Attributes:
         device: ``"cuda:0"`` or ``"host"``.
         capabilities: what the device allows.
-        eager_sync: wait after every launch, so that a fault names the launch that caused it.
     """
 
     def __init__(
@@ -72,12 +72,11 @@ class CudaRuntime:
         pool_limit: int | None = None,
     ) -> None:
         driver = primary.driver
-        self.eager_sync = eager_sync
         self.capabilities: Capabilities = primary.capabilities
         self.device = driver.name if driver.name == "host" else f"{driver.name}:{primary.device}"
         self._driver = driver
         self._primary = primary
-        self._session = Session(primary)
+        self._session = Session(primary, eager_sync=eager_sync)
         self._counters = RuntimeCounters()
         self._compiler = compiler
         self._raw: dict[int, Allocation] = {}
@@ -99,6 +98,16 @@ class CudaRuntime:
                 self._streams.close()
                 raise
         self._counters.reset()
+        self._to_close: deque[Callable[[], None]] = deque(
+            (
+                self.drain_for_unmap,
+                self._close_graphs,
+                self._transfers.close,
+                self._memory.close,
+                self._modules.unload_all,
+                self._streams.close,
+            )
+        )
         _open_runtimes.add(self)
 
     # Life.
@@ -111,37 +120,35 @@ class CudaRuntime:
 
     @property
     def is_closed(self) -> bool:
-        return self._memory.is_closed
+        return not self._to_close
 
     def close(self) -> None:
         """Wait for queued work and give everything back; tensors and graphs are dead afterwards.
 
-        A second call does nothing, and so does closing what a fork inherited. After a device fault the
-        driver takes nothing back, so that only this process's own state is dropped.
+        A second call does nothing, and so does closing what a fork inherited. If a driver call fails, the
+        next call goes on where this one stopped. After a device fault the driver takes nothing back, so
+        that only this process's own state is dropped.
         """
         session = self._session
-        if self.is_closed:
-            return
-        if session.refusal is not None:
-            self._memory.is_closed = True
-            _open_runtimes.discard(self)
-            return
         with session.lock:
-            if session.capturing:
+            if session.captures_here:
                 self._recorder.abort()
-            with session.driving("close"):
-                self.drain_for_unmap()
-                for graph in list(self._graphs):
-                    graph.close()
-                session.collect()
-                self._raw.clear()
-                self._transfers.close()
-                self._memory.close()
-                self._modules.unload_all()
-                self._streams.close()
-            session.refuse(f"the runtime on {self.device} is closed; open another with open_runtime()")
-        self._primary.release()
+            while self._to_close and session.refusal is None:
+                with session.driving("close"):
+                    self._to_close[0]()
+                self._to_close.popleft()
+            if self._to_close:
+                self._memory.is_closed = True
+                self._to_close.clear()
+            elif session.refusal is None:
+                self._primary.release()
+                session.refuse(f"the runtime on {self.device} is closed; open another with open_runtime()")
         _open_runtimes.discard(self)
+
+    def _close_graphs(self) -> None:
+        for graph in list(self._graphs):
+            graph.close()
+        self._session.collect()
 
     def synchronize(self) -> None:
         """Block until all work enqueued so far is done.
@@ -150,11 +157,9 @@ class CudaRuntime:
             CaptureError: this thread is capturing.
             DeviceFaultError: the work faulted; the error names the launches since the last good call.
         """
-        mark = self._session.mark()
         # Work on the transfer stream is fenced into the compute stream.
         self._streams.wait(self._streams.compute, "synchronize")
         with self._session.lock:
-            self._session.settle(mark)
             self._counters.synchronizations += 1
 
     def drain_for_unmap(self) -> None:
@@ -178,6 +183,11 @@ class CudaRuntime:
         """
         return TimingEvent(self._session, self._streams)
 
+    @property
+    def eager_sync(self) -> bool:
+        """Whether every launch and replay is waited for, so that a fault names the one that caused it."""
+        return self._session.eager_sync
+
     # Handles, for other libraries.
 
     @property
@@ -197,6 +207,12 @@ class CudaRuntime:
     @property
     def device_name(self) -> str:
         return self._primary.device_name
+
+    @property
+    def driver_version(self) -> str:
+        """The CUDA version that the driver serves, e.g. ``"13.0"``."""
+        version = self._driver.driver_version()
+        return f"{version // 1000}.{version % 1000 // 10}"
 
     # Tensors.
 
@@ -272,18 +288,21 @@ class CudaRuntime:
                 raise TensorError(f"copy of a strided tensor: shape {view.shape}, strides {view.strides}")
         if (target.shape, target.dtype) != (source.shape, source.dtype):
             raise TensorError(f"copy of {source.dtype} {source.shape} into {target.dtype} {target.shape}")
-        with self._session.lock:
+        with self._recorded("copy", (target, source)):
             self._transfers.copy(target.ptr, source.ptr, source.nbytes)
-            self._note("copy", (target, source))
 
     def fill_zero(self, tensor: TensorMut) -> None:
         """Zero a contiguous tensor in stream order; legal in a capture."""
         self.check_operand(tensor)
         if not tensor.is_contiguous:
             raise TensorError(f"fill_zero of a strided tensor: shape {tensor.shape}, strides {tensor.strides}")
-        with self._session.lock:
+        with self._recorded("memset", (tensor,)):
             self._transfers.fill(tensor.ptr, 0, tensor.nbytes)
-            self._note("memset", (tensor,))
+
+    @property
+    def explicit_frees(self) -> int:
+        """Changes whenever memory that a view may still describe is freed; views need no check while it does not."""
+        return self._memory.explicit_frees
 
     def check_operand(self, view: TensorView) -> None:
         """Refuse a view whose memory is gone or belongs to another runtime.
@@ -364,7 +383,8 @@ class CudaRuntime:
 
     def dtod(self, dst: int, src: int, nbytes: int) -> None:
         """Copy between device addresses in stream order; legal in a capture."""
-        self._transfers.copy(dst, src, nbytes)
+        with self._recorded("dtod"):
+            self._transfers.copy(dst, src, nbytes)
 
     def htod_async(self, array: ArrayLike, dst: int) -> None:
         """:meth:`htod` on the transfer stream, between fences to the compute stream."""
@@ -438,19 +458,20 @@ class CudaRuntime:
             function.require_dynamic_shared(config.shared_bytes, limits.shared_memory_per_block_optin)
         return PreparedLaunch(function, config, arguments)
 
-    def launch(self, prepared: PreparedLaunch, operands: Sequence[TensorView] | None = None) -> None:
+    def launch(self, prepared: PreparedLaunch, operands: Sequence[TensorView | None] | None = None) -> None:
         """Enqueue a prepared launch on the compute stream: the one place where a kernel starts.
 
-        ``operands`` are the tensors it touches, which a graph being recorded keeps alive; by default those
-        given to :meth:`prepare`, which are checked again. A zero grid launches nothing and is counted.
+        ``operands`` are the tensors it touches (None is an absent one), which a graph being recorded keeps
+        alive; by default those given to :meth:`prepare`, which are checked again. A zero grid launches
+        nothing and is counted.
 
         Raises:
             DeviceMemoryError: a tensor was freed since it was given to :meth:`prepare`.
         """
         if operands is None:
-            operands = prepared.operands
-            for view in operands:
+            for view in prepared.operands:
                 self.check_operand(view)
+            operands = prepared.operands
         session = self._session
         with session.lock:
             if session.refusal is not None:
@@ -470,14 +491,25 @@ class CudaRuntime:
                     prepared.params,
                 )
             except DriverError as error:
-                self._recorder.failed(error)
+                self._recorder.failed(prepared.label, error)
                 raise
             self._counters.launches += 1
             self._note(prepared.label, operands)
-            if self.eager_sync and not session.capturing:
+            if session.eager_sync and not session.capturing:
                 self.synchronize()
 
-    def _note(self, label: str, operands: Sequence[TensorView]) -> None:
+    @contextmanager
+    def _recorded(self, label: str, operands: Sequence[TensorView] = ()) -> Iterator[None]:
+        """Around one copy or fill: what :meth:`launch` does around a kernel."""
+        with self._session.lock:
+            try:
+                yield
+            except DriverError as error:
+                self._recorder.failed(label, error)
+                raise
+            self._note(label, operands)
+
+    def _note(self, label: str, operands: Sequence[TensorView | None]) -> None:
         if self._session.capturing:
             self._recorder.record(label, operands)
         else:
@@ -517,7 +549,7 @@ class CudaRuntime:
             except NxrtError:
                 logger.exception("could not abort the capture of %s after an error in its body", graph.name)
             raise
-        self._recorder.end()
+        self._recorder.end(stacklevel=4)
 
     def begin_graph_capture(self, kernels: Iterable[Kernel] = (), slot: GraphSlot = GraphSlot.PRIMARY) -> None:
         """Open a capture of the slot's next segment, after every kernel was asked for its support."""
@@ -573,9 +605,8 @@ class CudaRuntime:
         return had_graph
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread has a capture open on this runtime."""
-        with self._session.lock:
-            return self._session.capturing
+        """Whether the calling thread has a capture open on this runtime; waits for no other thread."""
+        return self._session.captures_here
 
     def capture_status(self) -> CaptureStatus:
         """The driver's own word on the compute stream: none, active or invalidated."""
@@ -632,11 +663,20 @@ class CudaRuntime:
 
 _open_runtimes: weakref.WeakSet[CudaRuntime] = weakref.WeakSet()
 
+_EXIT_PATIENCE = 1.0
+"""Seconds that the end of the process waits for a runtime that another thread is using."""
+
 
 @atexit.register
 def _close_all() -> None:
     for runtime in list(_open_runtimes):
+        lock = runtime._session.lock
+        # A daemon thread may never give it back; what is open then ends with the process.
+        if not lock.acquire(timeout=_EXIT_PATIENCE):
+            continue
         try:
             runtime.close()
         except NxrtError as error:
             logger.warning("closing the runtime on %s at exit: %s", runtime.device, error)
+        finally:
+            lock.release()

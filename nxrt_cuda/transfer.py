@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,12 +60,14 @@ class _Staging:
 
     def _collect(self, waiting: bool) -> None:
         for _ in range(len(self.in_flight)):
-            event, buffer = self.in_flight.popleft()
+            event, buffer = self.in_flight[0]
             if waiting:
                 self._driver.event_synchronize(event)
+                waiting = False
             elif not self._driver.event_query(event):
-                self.in_flight.append((event, buffer))
+                self.in_flight.rotate(-1)
                 continue
+            self.in_flight.popleft()
             self._streams.recycle(event)
             self.put(buffer)
 
@@ -73,13 +76,12 @@ class _Staging:
         self._idle.setdefault(buffer.bytes.size, []).append(buffer)
 
     def close(self) -> None:
-        """Free every buffer; all copies must be done."""
-        while self.in_flight:
-            self._streams.recycle(self.in_flight.popleft()[0])
+        """Free every buffer; all copies must be done. After a failure, goes on where it stopped."""
+        self.in_flight.clear()
         self._idle.clear()
-        for buffer in self._buffers:
-            self._driver.mem_host_free(buffer.address)
-        self._buffers.clear()
+        while self._buffers:
+            self._driver.mem_host_free(self._buffers[-1].address)
+            self._buffers.pop()
 
 
 class PendingRead:
@@ -97,9 +99,19 @@ class PendingRead:
     def numpy(self) -> np.ndarray:
         """The copied array; blocks until the copy is done, the first time."""
         if self._result is None:
-            self._result = self._transfers.finish(self._metadata, self._buffer, self._event)
-            self._buffer = None
+            self._transfers.finish(self)
+        assert self._result is not None
         return self._result
+
+    def _take(self) -> tuple[int, _Pinned] | None:
+        """Keep the copied bytes and give up the event and the buffer; None where another thread was faster."""
+        buffer = self._buffer
+        if buffer is None:
+            return None
+        raw = buffer.bytes[: self._metadata.nbytes]
+        self._result = raw.view(self._metadata.dtype.numpy).reshape(self._metadata.shape).copy()
+        self._buffer = None
+        return self._event, buffer
 
     def __del__(self) -> None:
         buffer = getattr(self, "_buffer", None)
@@ -115,26 +127,23 @@ class Transfers:
         self._streams = streams
         self._counters = counters
         self.staging = _Staging(session, streams)
+        self._abandoned: list[np.ndarray] = []
 
     def upload(self, dst: int, source: np.ndarray, *, asynchronous: bool = False, operation: str) -> None:
         """Copy a contiguous array to ``dst``, in order of the compute stream or on the transfer stream."""
         raw = source.reshape(-1).view(np.uint8)
-        stream = self._streams.transfer if asynchronous else self._streams.compute
         with self._session.driving(operation) as driver:
-            if asynchronous:
-                self._streams.fence(self._streams.compute, stream)
-            for start in range(0, raw.size, _CHUNK):
-                chunk = raw[start : start + _CHUNK]
-                buffer = self.staging.take(chunk.size)
-                buffer.bytes[: chunk.size] = chunk
-                try:
-                    driver.memcpy_htod_async(dst + start, buffer.address, chunk.size, stream)
-                except BaseException:
-                    self.staging.put(buffer)
-                    raise
-                self.staging.in_flight.append((self._streams.record(stream), buffer))
-            if asynchronous:
-                self._streams.fence(stream, self._streams.compute)
+            with self._streams.beside_compute() if asynchronous else nullcontext(self._streams.compute) as stream:
+                for start in range(0, raw.size, _CHUNK):
+                    chunk = raw[start : start + _CHUNK]
+                    buffer = self.staging.take(chunk.size)
+                    buffer.bytes[: chunk.size] = chunk
+                    try:
+                        driver.memcpy_htod_async(dst + start, buffer.address, chunk.size, stream)
+                    except BaseException:
+                        self.staging.put(buffer)
+                        raise
+                    self.staging.in_flight.append((self._streams.record(stream), buffer))
             self._counters.htod_copies += 1
             self._counters.htod_bytes += raw.size
             self._counters.async_copies += asynchronous
@@ -144,36 +153,44 @@ class Transfers:
         with self._session.driving(operation) as driver:
             if target.nbytes:
                 driver.memcpy_dtoh_async(target.ctypes.data, src, target.nbytes, self._streams.compute)
+        try:
+            self._streams.wait(self._streams.compute, operation)
+        except BaseException:
+            # The copy may still be under way; it must not write to what Python has recycled.
+            self._abandoned.append(target)
+            raise
+        with self._session.lock:
             self._counters.dtoh_copies += 1
             self._counters.dtoh_bytes += target.nbytes
-        self._streams.wait(self._streams.compute, operation)
 
     def download_async(self, src: int, metadata: TensorMetadata, *, operation: str) -> PendingRead:
         """Start copying a contiguous tensor to the host on the transfer stream."""
-        transfer = self._streams.transfer
         with self._session.driving(operation) as driver:
-            buffer = self.staging.take(max(metadata.nbytes, 1))
-            self._streams.fence(self._streams.compute, transfer)
-            if metadata.nbytes:
-                driver.memcpy_dtoh_async(buffer.address, src, metadata.nbytes, transfer)
-            pending = PendingRead(self, metadata, buffer, self._streams.record(transfer))
-            self._streams.fence(transfer, self._streams.compute)
+            with self._streams.beside_compute() as transfer:
+                buffer = self.staging.take(max(metadata.nbytes, 1))
+                try:
+                    if metadata.nbytes:
+                        driver.memcpy_dtoh_async(buffer.address, src, metadata.nbytes, transfer)
+                except BaseException:
+                    self.staging.put(buffer)
+                    raise
+                pending = PendingRead(self, metadata, buffer, self._streams.record(transfer))
             self._counters.dtoh_copies += 1
             self._counters.dtoh_bytes += metadata.nbytes
             self._counters.async_copies += 1
             return pending
 
-    def finish(self, metadata: TensorMetadata, buffer: _Pinned | None, event: int) -> np.ndarray:
+    def finish(self, pending: PendingRead) -> None:
         """Wait for a pending read and take its bytes out of the staging buffer."""
-        assert buffer is not None
-        with self._session.driving("dtoh_async"):
-            pass
-        self._streams.wait_event(event)
-        array = buffer.bytes[: metadata.nbytes].view(metadata.dtype.numpy).reshape(metadata.shape).copy()
+        with self._session.driving("waiting for a read"):
+            pass  # Refused here where the runtime is closed or capturing; the wait itself holds no lock.
+        self._streams.wait_event(pending._event)
         with self._session.lock:
-            self._streams.recycle(event)
-            self.staging.put(buffer)
-        return array
+            taken = pending._take()
+            if taken is not None:
+                event, buffer = taken
+                self._streams.recycle(event)
+                self.staging.put(buffer)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Device to device on the compute stream; legal in a capture."""
@@ -191,5 +208,6 @@ class Transfers:
             self._counters.memsets += 1
 
     def close(self) -> None:
-        """Free the staging buffers; all copies must be done."""
+        """Free the staging buffers; all copies must be done. After a failure, goes on where it stopped."""
+        self._abandoned.clear()
         self.staging.close()

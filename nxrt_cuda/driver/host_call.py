@@ -12,9 +12,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from nxrt_cuda.driver.base import Driver
 from nxrt_cuda.driver.host_context import Contexts
+from nxrt_cuda.driver.host_failure import Failure, driver_error
 from nxrt_cuda.driver.host_graph import Captures
-from nxrt_cuda.driver.host_status import RESULTS, STICKY, Failure, driver_error
 from nxrt_cuda.driver.host_stream import Executor
+from nxrt_cuda.driver.status import STATUSES, is_fault
 
 __all__ = ["HostCalls", "InjectedFailure", "driver_call"]
 
@@ -97,8 +98,8 @@ class HostCalls:
         """
         if n < 1:
             raise ValueError(f"n = {n}; the next call is 1")
-        if error not in RESULTS:
-            raise ValueError(f"unknown error {error!r}; there are {', '.join(RESULTS)}")
+        if error not in STATUSES:
+            raise ValueError(f"unknown error {error!r}; there are {', '.join(STATUSES)}")
         if call is not None and call not in vars(Driver):
             raise ValueError(f"{call!r} is no driver call")
         failure = InjectedFailure(n, error, call)
@@ -112,7 +113,7 @@ class HostCalls:
         if due:
             self._injected = [failure for failure in self._injected if failure.is_pending]
             failure = Failure(due[0].error, "injected")
-            if failure.name in STICKY:
+            if is_fault(failure.name):
                 self._executor.lose(failure, function)
             raise failure
         if context:

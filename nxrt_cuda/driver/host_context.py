@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from nxrt_cuda.driver.host_status import Failure
+from nxrt_cuda.driver.host_failure import Failure
 
 __all__ = ["Contexts"]
 
@@ -54,7 +54,9 @@ class Contexts:
         return self._stack.contexts[-1] if self._stack.contexts else 0
 
     def push(self, context: int) -> None:
-        if context == 0 or (context != self._primary and context not in self._foreign):
+        if context == 0:
+            raise Failure("CUDA_ERROR_INVALID_VALUE", "context 0 cannot be made current")
+        if context != self._primary and context not in self._foreign:
             raise Failure("CUDA_ERROR_INVALID_CONTEXT", f"0x{context:x} is no live context")
         self._stack.contexts.append(context)
 

@@ -7,7 +7,7 @@ from math import prod
 from types import MappingProxyType
 
 from nxrt_cuda.driver.base import Dim3
-from nxrt_cuda.driver.host_status import Failure
+from nxrt_cuda.driver.host_failure import Failure
 from nxrt_cuda.driver.host_work import Function
 
 __all__ = ["ATTRIBUTES", "HostDevice"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from nxrt_cuda.driver.base import CaptureMode
-from nxrt_cuda.driver.host_status import Failure
+from nxrt_cuda.driver.host_failure import Failure
 from nxrt_cuda.driver.host_stream import Stream
 from nxrt_cuda.driver.host_work import Operation
 
@@ -92,9 +92,8 @@ class Capture:
     def end(self, stream: Stream) -> Graph:
         """Finish; every stream leaves the capture, whether or not a graph comes of it."""
         if stream is not self._origin:
-            raise Failure(
-                "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", f"{stream} joined a capture that began on {self._origin}"
-            )
+            reason = f"cuStreamEndCapture on {stream}, which joined a capture that began on {self._origin}"
+            self.refuse("CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", reason)
         if self.mode is not CaptureMode.RELAXED and self.thread is not threading.current_thread():
             raise Failure(
                 "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", f"the capture on {stream} began on thread {self.thread.name}"
@@ -156,14 +155,18 @@ class Captures:
 
     def join(self, stream: Stream, mark: CapturedMark) -> None:
         """Make ``stream`` wait for a record that was made in a capture."""
-        capture = mark.capture
-        if capture not in self._open:
-            raise Failure("CUDA_ERROR_CAPTURED_EVENT", f"{stream} was told to wait for an event of an ended capture")
+        capture = self.in_progress(mark, f"{stream} was told to wait")
         if stream.capture is not None and stream.capture is not capture:
             reason = f"{stream} was told to wait for an event of another capture"
             stream.capture.invalidate(reason)
             capture.refuse("CUDA_ERROR_STREAM_CAPTURE_MERGE", reason)
         capture.join(stream, mark)
+
+    def in_progress(self, mark: CapturedMark, act: str) -> Capture:
+        """The capture that ``mark`` was made in; once it has ended, ``act`` and all else is refused."""
+        if mark.capture not in self._open:
+            raise Failure("CUDA_ERROR_INVALID_VALUE", f"{act} for an event last recorded in a capture that has ended")
+        return mark.capture
 
     def exchange_mode(self, mode: CaptureMode) -> CaptureMode:
         """Set how far the calling thread heeds captures; returns what it was."""

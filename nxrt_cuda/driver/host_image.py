@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nxrt_cuda.driver.base import Dim3, ParamInfo
-from nxrt_cuda.driver.host_status import Failure
+from nxrt_cuda.driver.host_failure import Failure
 
 if TYPE_CHECKING:
     from nxrt_cuda.driver.host_memory import DeviceMemory

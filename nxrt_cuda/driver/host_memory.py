@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nxrt_cuda.driver.host_status import Failure
+from nxrt_cuda.driver.host_failure import Failure
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

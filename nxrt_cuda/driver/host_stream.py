@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from nxrt_cuda.driver.host_status import STICKY, Failure
+from nxrt_cuda.driver.host_failure import Failure
+from nxrt_cuda.driver.status import is_fault
 
 if TYPE_CHECKING:
     from nxrt_cuda.driver.host_graph import Capture, CapturedMark
@@ -144,7 +145,7 @@ class Executor:
         """End the context because of ``error``; the first one stays."""
         if self.fault is not None:
             return
-        if isinstance(error, Failure) and error.name in STICKY:
+        if isinstance(error, Failure) and is_fault(error.name):
             self.fault = Failure(error.name, f"{where}: {error.context}")
         else:
             self.fault = Failure("CUDA_ERROR_LAUNCH_FAILED", f"{where}: {type(error).__name__}: {error}")

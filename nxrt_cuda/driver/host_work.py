@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from nxrt_cuda.driver.base import Dim3
+from nxrt_cuda.driver.host_failure import Failure
 from nxrt_cuda.driver.host_image import HostEntry, HostImage, HostLaunch
-from nxrt_cuda.driver.host_status import Failure
 
 if TYPE_CHECKING:
     from nxrt_cuda.driver.host_memory import Allocation, DeviceMemory, DeviceRange, HostRange

@@ -12,7 +12,7 @@ import pytest
 from nxrt_cuda.driver.base import CaptureMode, Driver
 from nxrt_cuda.driver.host import HostDriver, LiveObjects
 from nxrt_cuda.driver.host_device import ATTRIBUTES
-from nxrt_cuda.driver.host_status import RESULTS
+from nxrt_cuda.driver.status import STATUSES, error_class, is_fault
 from nxrt_cuda.errors import DeviceFaultError, DriverError, NoDeviceError, OutOfMemoryError
 from tests.driver.host_rig import AXPY, Rig, image, in_thread, refused
 
@@ -243,9 +243,10 @@ def test_context_stack_misuse_is_refused(rig: Rig) -> None:
     rig.driver.ctx_pop_current()
     with refused("CUDA_ERROR_INVALID_CONTEXT", "no context is current on"):
         rig.driver.ctx_pop_current()
-    for context in (0, 0x77):
-        with refused("CUDA_ERROR_INVALID_CONTEXT", f"0x{context:x} is no live context"):
-            rig.driver.ctx_push_current(context)
+    with refused("CUDA_ERROR_INVALID_VALUE", "context 0 cannot be made current"):
+        rig.driver.ctx_push_current(0)
+    with refused("CUDA_ERROR_INVALID_CONTEXT", "0x77 is no live context"):
+        rig.driver.ctx_push_current(0x77)
 
 
 def test_there_is_one_device(rig: Rig) -> None:
@@ -301,8 +302,16 @@ def test_calls_are_counted_across_threads(rig: Rig) -> None:
 def test_codes_and_names_are_those_of_cuda() -> None:
     """Checked against the bindings, which need no GPU for it."""
     driver = pytest.importorskip("cuda.bindings.driver")
-    for name, (code, _) in RESULTS.items():
-        assert int(getattr(driver.CUresult, name)) == code, name
+    for name, status in STATUSES.items():
+        assert int(getattr(driver.CUresult, name)) == status.code, name
+
+
+def test_results_have_the_error_class_that_both_drivers_raise() -> None:
+    assert error_class("CUDA_ERROR_OUT_OF_MEMORY") is OutOfMemoryError
+    assert error_class("CUDA_ERROR_STUB_LIBRARY") is NoDeviceError
+    assert error_class("CUDA_ERROR_INVALID_VALUE") is error_class("CUDA_ERROR_OF_THE_FUTURE") is DriverError
+    assert is_fault("CUDA_ERROR_ECC_UNCORRECTABLE")
+    assert not is_fault("CUDA_ERROR_OUT_OF_MEMORY")
 
 
 def test_every_error_names_the_call_the_code_and_the_cause(rig: Rig) -> None:

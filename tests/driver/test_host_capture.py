@@ -129,12 +129,26 @@ def test_a_stream_that_waits_for_a_captured_event_joins_the_capture(rig: Rig, ce
     rig.driver.memset_d8_async(cell, 2, 1, other)
     rig.driver.event_record(join, other)
     rig.driver.stream_wait_event(rig.stream, join)
-    with refused("CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", f"stream 0x{other:x} joined a capture that began on stream"):
-        rig.driver.stream_end_capture(other)
     graph_exec = rig.driver.graph_instantiate(end(rig))
     assert rig.driver.stream_capture_status(other) is CaptureStatus.NONE
     rig.driver.graph_launch(graph_exec, rig.stream)
     assert read(rig, cell) == 2
+
+
+def test_ending_a_capture_on_a_stream_that_joined_it_invalidates_it(rig: Rig) -> None:
+    """Only the stream that it began on can end it, and finds no graph then."""
+    other, fork = rig.driver.stream_create(), rig.driver.event_create(False)
+    begin(rig)
+    rig.driver.event_record(fork, rig.stream)
+    rig.driver.stream_wait_event(other, fork)
+    reason = f"cuStreamEndCapture on stream 0x{other:x}, which joined a capture that began on stream 0x{rig.stream:x}"
+    with refused("CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", reason):
+        rig.driver.stream_end_capture(other)
+    assert rig.driver.stream_capture_status(other) is CaptureStatus.INVALIDATED
+    with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", f"invalidated by: {reason}"):
+        end(rig)
+    assert rig.driver.stream_capture_status(other) is CaptureStatus.NONE
+    assert rig.driver.live().graphs == 0
 
 
 def test_a_fork_that_is_not_joined_ends_the_capture_without_a_graph(rig: Rig, cell: int) -> None:
@@ -228,7 +242,7 @@ def test_two_captures_cannot_merge(rig: Rig) -> None:
             rig.driver.stream_end_capture(stream)
 
 
-def test_an_event_of_an_ended_capture_can_be_neither_waited_for_nor_queried(rig: Rig) -> None:
+def test_an_event_of_an_ended_capture_serves_nobody_until_it_is_recorded_again(rig: Rig) -> None:
     event = rig.driver.event_create(timing=True)
     begin(rig)
     rig.driver.event_record(event, rig.stream)
@@ -239,7 +253,7 @@ def test_an_event_of_an_ended_capture_can_be_neither_waited_for_nor_queried(rig:
         lambda: rig.driver.event_synchronize(event),
         lambda: rig.driver.event_elapsed_time(event, event),
     ):
-        with refused("CUDA_ERROR_CAPTURED_EVENT"):
+        with refused("CUDA_ERROR_INVALID_VALUE", "for an event last recorded in a capture that has ended"):
             call()
     rig.driver.event_record(event, rig.stream)
     rig.driver.event_synchronize(event)
@@ -272,16 +286,28 @@ UNSAFE: dict[str, Callable[[FurnishedRig], object]] = {
     "module_unload": lambda rig: rig.driver.module_unload(rig.module),
     "stream_synchronize": lambda rig: rig.driver.stream_synchronize(rig.other),
     "stream_query": lambda rig: rig.driver.stream_query(rig.other),
-    "stream_destroy": lambda rig: rig.driver.stream_destroy(rig.other),
     "event_query": lambda rig: rig.driver.event_query(rig.event),
     "event_synchronize": lambda rig: rig.driver.event_synchronize(rig.event),
-    "event_elapsed_time": lambda rig: rig.driver.event_elapsed_time(rig.event, rig.event),
     "graph_instantiate": lambda rig: rig.driver.graph_instantiate(rig.graph),
-    "graph_destroy": lambda rig: rig.driver.graph_destroy(rig.graph),
     "graph_exec_destroy": lambda rig: rig.driver.graph_exec_destroy(rig.graph_exec),
-    "graph_upload": lambda rig: rig.driver.graph_upload(rig.graph_exec, rig.other),
     "primary_ctx_release": lambda rig: rig.driver.primary_ctx_release(0),
 }
+
+HARMLESS: dict[str, Callable[[FurnishedRig], object]] = {
+    "mem_get_info": lambda rig: rig.driver.mem_get_info(),
+    "stream_create": lambda rig: rig.driver.stream_create(),
+    "stream_destroy": lambda rig: rig.driver.stream_destroy(rig.other),
+    "event_create": lambda rig: rig.driver.event_create(timing=False),
+    "event_destroy": lambda rig: rig.driver.event_destroy(rig.event),
+    "event_record": lambda rig: rig.driver.event_record(rig.event, rig.other),
+    "event_elapsed_time": lambda rig: rig.driver.event_elapsed_time(rig.event, rig.event),
+    "memset_d8_async": lambda rig: rig.driver.memset_d8_async(rig.ptr, 0, 4, rig.other),
+    "graph_destroy": lambda rig: rig.driver.graph_destroy(rig.graph),
+    "graph_upload": lambda rig: rig.driver.graph_upload(rig.graph_exec, rig.other),
+    "graph_launch": lambda rig: rig.driver.graph_launch(rig.graph_exec, rig.other),
+    "stream_wait_event": lambda rig: rig.driver.stream_wait_event(rig.stream, rig.driver.event_create(timing=False)),
+}
+"""Calls beside the capture; the last one waits, in it, for an event that was never recorded."""
 
 
 @pytest.fixture
@@ -304,6 +330,23 @@ def test_an_unsafe_call_is_refused_and_invalidates_the_capture(furnished: Furnis
     assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.NONE
     assert rig.driver.live() == before
     UNSAFE[call](rig)
+
+
+@pytest.mark.parametrize("mode", CaptureMode)
+@pytest.mark.parametrize("call", HARMLESS)
+def test_a_harmless_call_leaves_no_trace_in_the_capture(furnished: FurnishedRig, call: str, mode: CaptureMode) -> None:
+    begin(furnished, mode)
+    HARMLESS[call](furnished)
+    assert furnished.driver.stream_capture_status(furnished.stream) is CaptureStatus.ACTIVE
+    assert furnished.driver.graph_node_types(end(furnished)) == ()
+
+
+def test_destroying_another_stream_in_a_capture_completes_its_work(furnished: FurnishedRig) -> None:
+    furnished.driver.memset_d8_async(furnished.ptr, 5, 4, furnished.other)
+    begin(furnished)
+    furnished.driver.stream_destroy(furnished.other)
+    end(furnished)
+    assert read(furnished, furnished.ptr) == 5
 
 
 @pytest.mark.parametrize("call", ["mem_alloc", "event_query", "stream_synchronize"])
@@ -351,23 +394,32 @@ def test_relaxed_captures_and_threads_may_allocate(rig: Rig, relax: str) -> None
     end(rig)
 
 
-@pytest.mark.parametrize("call", ["synchronize", "query", "destroy", "launch", "upload", "captured event"])
-def test_what_conflicts_with_the_capture_itself_is_refused_in_every_mode(furnished: FurnishedRig, call: str) -> None:
+CONFLICTS: dict[str, Callable[[FurnishedRig], object]] = {
+    "cuStreamSynchronize on": lambda rig: rig.driver.stream_synchronize(rig.stream),
+    "cuStreamQuery on": lambda rig: rig.driver.stream_query(rig.stream),
+    "cuStreamDestroy on capturing stream": lambda rig: rig.driver.stream_destroy(rig.stream),
+    "cuGraphLaunch on capturing stream": lambda rig: rig.driver.graph_launch(rig.graph_exec, rig.stream),
+    "cuGraphUpload on capturing stream": lambda rig: rig.driver.graph_upload(rig.graph_exec, rig.stream),
+    "cuEventQuery of event": lambda rig: rig.driver.event_query(rig.event),
+    "cuEventSynchronize of event": lambda rig: rig.driver.event_synchronize(rig.event),
+    "cuEventElapsedTime of event": lambda rig: rig.driver.event_elapsed_time(rig.event, rig.event),
+}
+"""By how the reason begins; the event is one recorded in the capture."""
+
+
+@pytest.mark.parametrize("mode", CaptureMode)
+@pytest.mark.parametrize("reason", CONFLICTS)
+def test_what_conflicts_with_the_capture_itself_is_refused_in_every_mode(
+    furnished: FurnishedRig, reason: str, mode: CaptureMode
+) -> None:
     rig = furnished
-    begin(rig, CaptureMode.RELAXED)
+    begin(rig, mode)
     rig.driver.event_record(rig.event, rig.stream)
-    act = {
-        "synchronize": lambda: rig.driver.stream_synchronize(rig.stream),
-        "query": lambda: rig.driver.stream_query(rig.stream),
-        "destroy": lambda: rig.driver.stream_destroy(rig.stream),
-        "launch": lambda: rig.driver.graph_launch(rig.graph_exec, rig.stream),
-        "upload": lambda: rig.driver.graph_upload(rig.graph_exec, rig.stream),
-        "captured event": lambda: rig.driver.event_synchronize(rig.event),
-    }[call]
-    captured = call == "captured event"
-    with refused("CUDA_ERROR_CAPTURED_EVENT" if captured else "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
-        act()
-    with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+    status = "CUDA_ERROR_CAPTURED_EVENT" if "Event" in reason else "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+    with refused(status, reason):
+        CONFLICTS[reason](rig)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.INVALIDATED
+    with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", f"invalidated by: {reason}"):
         end(rig)
 
 
@@ -401,11 +453,15 @@ def test_a_capture_ends_on_the_thread_that_began_it(rig: Rig) -> None:
     in_thread(lambda: (rig.driver.ctx_push_current(rig.context), end(rig)))
 
 
-def test_an_invalid_launch_in_a_capture_records_nothing(rig: Rig) -> None:
+def test_invalid_work_in_a_capture_is_refused_and_records_nothing(rig: Rig) -> None:
+    """The capture goes on. Of a bad address a GPU says nothing before the replay."""
     function = rig.function(AXPY)
     begin(rig)
-    with refused("CUDA_ERROR_INVALID_VALUE"):
+    with refused("CUDA_ERROR_INVALID_VALUE", "grid x = 0 is outside"):
         rig.launch(function, AXPY, 0, 0, 0, 0.0, grid=(0, 1, 1))
+    with refused("CUDA_ERROR_INVALID_VALUE", "8 bytes at 0x10, which is no device address"):
+        rig.driver.memset_d8_async(0x10, 0, 8, rig.stream)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.ACTIVE
     assert rig.driver.graph_node_types(end(rig)) == ()
 
 
