@@ -1,0 +1,231 @@
+"""Which attention kernel serves a call, and how that kernel is compiled and launched.
+
+The choice is one pure function of dtype, geometry and compute capability. Tile sizes, thread counts and
+shared memory are stated here alone; kernels receive them as macros and assert that they agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from nxrt_cuda.dtype import DataType, float16, float32
+from nxrt_cuda.errors import KernelError
+from nxrt_cuda.kernel import CaptureErrorCode
+from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, div_up
+from nxrt_cuda.ops.attention_geometry import DTYPES, AttentionGeometry
+
+__all__ = [
+    "ACCESS_BYTES",
+    "AttentionVariant",
+    "VariantChoice",
+    "attention_spec",
+    "choose_variant",
+    "kernel_specs",
+    "launch_arguments",
+    "launch_config",
+    "lowest_bit",
+]
+
+
+class AttentionVariant(StrEnum):
+    """The kernels there are."""
+
+    SIMT = "simt"
+    TENSOR_CORE = "tensor_core"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class VariantChoice:
+    """A variant, and why it was chosen."""
+
+    variant: AttentionVariant
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How a variant cuts up the work: query rows and keys a block, and its threads."""
+
+    queries: int
+    keys: int
+    threads: int
+
+
+_TILES = {
+    AttentionVariant.SIMT: _Tiles(queries=64, keys=64, threads=128),
+    AttentionVariant.TENSOR_CORE: _Tiles(queries=64, keys=64, threads=128),
+    AttentionVariant.DECODE: _Tiles(queries=1, keys=32, threads=256),
+}
+
+_SOURCES = {
+    AttentionVariant.SIMT: "attention_simt.cu",
+    AttentionVariant.TENSOR_CORE: "attention_tensor_core.cu",
+    AttentionVariant.DECODE: "attention_decode.cu",
+}
+
+_ENTRIES = {
+    AttentionVariant.SIMT: "flash_attention_{}",
+    AttentionVariant.TENSOR_CORE: "flash_attention_{}_tc",
+    AttentionVariant.DECODE: "attention_decode_{}",
+}
+
+_PARAMS = tuple(
+    Param(name, kind)
+    for kind, names in (
+        ("ptr", "q key value mask total_lengths past_lengths output capture_error"),
+        ("i32", "q_heads group sq sk kv_capacity"),
+        ("i64", "mask_batch_stride mask_head_stride"),
+        ("i32", "local_window"),
+        ("f32", "scale softcap"),
+    )
+    for name in names.split()
+)
+
+ACCESS_BYTES = 16
+"""The widest access of a thread to memory."""
+
+_FRAGMENT = 16
+"""Rows and columns of a tensor-core fragment."""
+
+
+def lowest_bit(bits: int) -> int:
+    """The greatest power of two that divides ``bits``."""
+    return bits & -bits
+
+
+def choose_variant(dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int]) -> VariantChoice:
+    """The variant for a call on a device."""
+    if geometry.seq_q == 1:
+        return VariantChoice(AttentionVariant.DECODE, "seq_q is 1")
+    if dtype != float16:
+        return VariantChoice(AttentionVariant.SIMT, f"there is no tensor-core variant for {dtype}")
+    if geometry.head_dim % _FRAGMENT != 0:
+        return VariantChoice(AttentionVariant.SIMT, f"head_dim {geometry.head_dim} is not a multiple of {_FRAGMENT}")
+    major, minor = compute_capability
+    if major < 7:
+        return VariantChoice(AttentionVariant.SIMT, f"compute capability {major}.{minor} is below 7.0")
+    return VariantChoice(
+        AttentionVariant.TENSOR_CORE,
+        f"Float16, head_dim {geometry.head_dim} is a multiple of {_FRAGMENT}, compute capability {major}.{minor}",
+    )
+
+
+def attention_spec(
+    variant: AttentionVariant, dtype: DataType, geometry: AttentionGeometry, *, alignment: int
+) -> KernelSpec:
+    """The specialisation of a variant for a call.
+
+    ``alignment`` is a power of two, at least the element size, that the addresses of query, key, value and
+    output are multiples of. It and the length of a row decide how much one access may move.
+    """
+    tiles = _TILES[variant]
+    entry = _ENTRIES[variant].format(dtype.suffix)
+    access = lowest_bit(alignment | geometry.head_dim * dtype.itemsize | ACCESS_BYTES)
+    macros: dict[str, object] = {
+        "ENTRY": entry,
+        "ELEMENT": dtype.cuda,
+        "HEAD_DIM": geometry.head_dim,
+        "LOAD_WIDTH": access // dtype.itemsize,
+        "CAUSAL": int(geometry.causal),
+        "HAS_MASK": int(geometry.has_mask),
+        "HAS_WINDOW": int(geometry.local_window > 0),
+        "HAS_SOFTCAP": int(geometry.softcap > 0.0),
+        "TOTAL_LENGTH_ERROR": int(CaptureErrorCode.TOTAL_LENGTH),
+        "PAST_LENGTH_ERROR": int(CaptureErrorCode.PAST_LENGTH),
+    }
+    if variant is not AttentionVariant.DECODE:
+        macros |= {
+            "BLOCK_QUERIES": tiles.queries,
+            "BLOCK_KEYS": tiles.keys,
+            "SHARED_BYTES": _shared_bytes(variant, geometry.head_dim),
+        }
+    return KernelSpec(
+        source=_SOURCES[variant],
+        entry=entry,
+        params=_PARAMS,
+        threads=tiles.threads,
+        macros=tuple((name, str(value)) for name, value in macros.items()),
+    )
+
+
+def launch_arguments(geometry: AttentionGeometry) -> tuple[int | float, ...]:
+    """The arguments of a launch, with zeros in place of the addresses."""
+    return (
+        *(0 for param in _PARAMS if param.kind == "ptr"),
+        geometry.num_heads,
+        geometry.group,
+        geometry.seq_q,
+        geometry.seq_k,
+        geometry.kv_capacity,
+        geometry.mask_batch_stride,
+        geometry.mask_head_stride,
+        geometry.local_window,
+        geometry.scale,
+        geometry.softcap,
+    )
+
+
+def launch_config(op: str, variant: AttentionVariant, geometry: AttentionGeometry, max_grid_dim_x: int) -> LaunchConfig:
+    """Grid, block and shared memory of a call. An empty batch or query gives an empty grid.
+
+    Raises:
+        KernelError: the grid is larger than the device allows.
+    """
+    tiles = _TILES[variant]
+    blocks = geometry.batch * geometry.num_heads * div_up(geometry.seq_q, tiles.queries)
+    if blocks >= 2**64:
+        raise KernelError(op, f"fused Attention grid overflow: {blocks} blocks")
+    if blocks > max_grid_dim_x:
+        raise KernelError(
+            op, f"fused Attention requires {blocks} blocks, exceeding CUDA grid.x ({max_grid_dim_x} on this device)"
+        )
+    return LaunchConfig((blocks, 1, 1), (tiles.threads, 1, 1), _shared_bytes(variant, geometry.head_dim))
+
+
+def kernel_specs() -> tuple[KernelSpec, ...]:
+    """A sample of the specialisations that this operator can launch: every variant and dtype, at the head sizes
+    and access widths that press hardest on registers, with every feature on and off."""
+    plain = AttentionGeometry(
+        batch=1,
+        num_heads=1,
+        kv_num_heads=1,
+        seq_q=1,
+        seq_k=1,
+        kv_capacity=1,
+        head_dim=128,
+        causal=True,
+        local_window=0,
+        softcap=0.0,
+        scale=1.0,
+    )
+    full = replace(plain, local_window=1, softcap=1.0, has_mask=True)
+    simt, tensor_core, decode = AttentionVariant.SIMT, AttentionVariant.TENSOR_CORE, AttentionVariant.DECODE
+    sample = [
+        *((variant, dtype, geometry) for variant in (simt, decode) for dtype in DTYPES for geometry in (plain, full)),
+        *((tensor_core, float16, geometry) for geometry in (plain, full)),
+        *(
+            (simt, dtype, replace(plain, head_dim=head_dim))
+            for dtype in (float32, float16)
+            for head_dim in (1, 65, 127)
+        ),
+        *((tensor_core, float16, replace(plain, head_dim=head_dim)) for head_dim in (16, 64, 80, 112)),
+        *((decode, float16, replace(plain, head_dim=head_dim)) for head_dim in (1, 7, 80, 127)),
+    ]
+    specs = [attention_spec(*call, alignment=ACCESS_BYTES) for call in sample]
+    return (*specs, attention_spec(tensor_core, float16, plain, alignment=float16.itemsize))
+
+
+def _shared_bytes(variant: AttentionVariant, head_dim: int) -> int:
+    """Dynamic shared memory of a block: ``sizeof(Smem)`` in the variant's source."""
+    tiles = _TILES[variant]
+    if variant is AttentionVariant.SIMT:
+        row = div_up(head_dim, 16) * 16 + 4
+        return 4 * ((tiles.queries + tiles.keys) * row + tiles.queries * (tiles.keys + 4))
+    if variant is AttentionVariant.TENSOR_CORE:
+        operands = 2 * (tiles.queries + 2 * tiles.keys) * (head_dim + 8)
+        scores = 4 * _FRAGMENT * (tiles.keys + 4)
+        weights = 2 * _FRAGMENT * (tiles.keys + 8) + 4 * _FRAGMENT * _FRAGMENT
+        return operands + tiles.threads // 32 * max(scores, weights)
+    return 0

@@ -1,0 +1,307 @@
+"""The geometry of an attention call, the choice of its kernel, and the limits of its grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import nxrt_cuda as nx
+from nxrt_cuda.ops.attention_geometry import AttentionAttributes, AttentionGeometry, supported
+from nxrt_cuda.ops.attention_variants import (
+    AttentionVariant,
+    attention_spec,
+    choose_variant,
+    kernel_specs,
+    launch_arguments,
+    launch_config,
+)
+
+PLAIN = AttentionGeometry(
+    batch=2,
+    num_heads=6,
+    kv_num_heads=3,
+    seq_q=100,
+    seq_k=7,
+    kv_capacity=9,
+    head_dim=64,
+    causal=True,
+    local_window=0,
+    softcap=0.0,
+    scale=0.125,
+)
+
+
+def resolve(
+    *inputs: tuple[int, ...] | nx.TensorMetadata | None, dtype: nx.DataType = nx.float16, **attributes: object
+) -> AttentionGeometry:
+    """The geometry of contiguous inputs of these shapes."""
+    node = nx.Node("Attention", attributes=attributes)
+    metadata = [nx.TensorMetadata(dtype, shape) if isinstance(shape, tuple) else shape for shape in inputs]
+    return AttentionGeometry.resolve(AttentionAttributes.from_node(node), metadata)
+
+
+def test_support_gate_targets_prefill_and_common_head_dims() -> None:
+    """More than one query row, and head sizes from 1 to 128."""
+    assert supported(2, 128)
+    assert supported(2048, 64)
+    assert supported(2, 1)
+    assert not supported(1, 128)
+    assert not supported(2, 129)
+    assert not supported(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seq_q", "head_dim", "compute_capability", "variant", "reason"),
+    [
+        (nx.float16, 2, 64, (7, 0), "tensor_core", "Float16, head_dim 64 is a multiple of 16, compute capability 7.0"),
+        (
+            nx.float16,
+            2048,
+            128,
+            (9, 0),
+            "tensor_core",
+            "Float16, head_dim 128 is a multiple of 16, compute capability 9.0",
+        ),
+        (
+            nx.float16,
+            2,
+            16,
+            (12, 0),
+            "tensor_core",
+            "Float16, head_dim 16 is a multiple of 16, compute capability 12.0",
+        ),
+        (nx.float16, 2, 64, (6, 1), "simt", "compute capability 6.1 is below 7.0"),
+        (nx.float16, 2, 8, (9, 0), "simt", "head_dim 8 is not a multiple of 16"),
+        (nx.float16, 2, 127, (9, 0), "simt", "head_dim 127 is not a multiple of 16"),
+        (nx.bfloat16, 2, 64, (9, 0), "simt", "there is no tensor-core variant for BFloat16"),
+        (nx.float32, 2, 64, (9, 0), "simt", "there is no tensor-core variant for Float32"),
+        (nx.float16, 1, 64, (9, 0), "decode", "seq_q is 1"),
+        (nx.float32, 1, 7, (6, 1), "decode", "seq_q is 1"),
+    ],
+)
+def test_choice_of_variant(
+    dtype: nx.DataType,
+    seq_q: int,
+    head_dim: int,
+    compute_capability: tuple[int, int],
+    variant: str,
+    reason: str,
+) -> None:
+    """f16 with a head size in sixteens goes to the tensor cores, one row to the decode kernel, the rest to SIMT."""
+    choice = choose_variant(dtype, replace(PLAIN, seq_q=seq_q, head_dim=head_dim), compute_capability)
+    assert (choice.variant.value, choice.reason) == (variant, reason)
+
+
+@pytest.mark.parametrize("variant", [v for v in AttentionVariant if v is not AttentionVariant.DECODE])
+def test_every_shape_that_the_gate_passes_has_a_prefill_variant(variant: AttentionVariant) -> None:
+    """The gate and the choice agree."""
+    for head_dim in range(1, 129):
+        for dtype in (nx.float32, nx.float16, nx.bfloat16):
+            for seq_q in (1, 2, 4096):
+                chosen = choose_variant(dtype, replace(PLAIN, seq_q=seq_q, head_dim=head_dim), (9, 0)).variant
+                assert supported(seq_q, head_dim) == (chosen is not AttentionVariant.DECODE)
+
+
+# Geometry.
+
+
+def test_geometry_of_contiguous_operands() -> None:
+    """Extents, group and defaults."""
+    geometry = resolve((2, 6, 4, 16), (2, 3, 7, 16), (2, 3, 7, 16), num_heads=6, kv_num_heads=3)
+    assert (geometry.batch, geometry.num_heads, geometry.kv_num_heads, geometry.group) == (2, 6, 3, 2)
+    assert (geometry.seq_q, geometry.seq_k, geometry.kv_capacity, geometry.head_dim) == (4, 7, 7, 16)
+    assert (geometry.scale, geometry.softcap, geometry.local_window, geometry.causal) == (0.25, 0.0, 0, False)
+    assert not geometry.has_mask
+
+
+def test_defaults_of_group_query_attention() -> None:
+    """It is causal unless it says otherwise."""
+    for attributes, causal in (({}, True), ({"is_causal": 0}, False)):
+        node = nx.Node("GroupQueryAttention", "com.microsoft", {"num_heads": 2, "kv_num_heads": 1, **attributes})
+        assert AttentionAttributes.from_node(node).causal == causal
+    assert not AttentionAttributes.from_node(nx.Node("Attention")).causal
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "capacity"),
+    [
+        ((2, 3, 7, 8), (3 * 32 * 8, 32 * 8, 8, 1), 32),
+        ((2, 3, 1, 8), (3 * 32 * 8, 32 * 8, 8, 1), 32),
+        ((2, 3, 0, 8), (3 * 32 * 8, 32 * 8, 8, 1), 0),  # without elements every stride is contiguous
+        ((2, 1, 7, 8), (32 * 8, 32 * 8, 8, 1), 32),
+        ((2, 1, 7, 8), (32 * 8, 999, 8, 1), 32),  # the stride of one head does not matter
+        ((1, 3, 7, 8), (999, 32 * 8, 8, 1), 32),  # nor that of one batch
+        ((1, 1, 7, 8), (999, 999, 8, 1), 7),
+        ((2, 3, 7, 1), (3 * 32, 32, 1, 999), 32),
+    ],
+)
+def test_capacity_is_read_off_the_strides(shape: tuple[int, ...], strides: tuple[int, ...], capacity: int) -> None:
+    """What narrow() makes of a cache says how far its planes are apart."""
+    cache = nx.TensorMetadata(nx.float16, shape, strides)
+    assert resolve((shape[0], shape[1], 4, shape[3]), cache, cache).kv_capacity == capacity
+
+
+@pytest.mark.parametrize(
+    ("planes", "strides"),
+    [
+        ((), (0, 0)),
+        ((1, 1), (0, 0)),
+        ((2, 1), (28, 0)),
+        ((1, 6), (0, 28)),
+        ((2, 6), (168, 28)),
+    ],
+)
+def test_the_rank_of_the_mask_says_its_planes(planes: tuple[int, ...], strides: tuple[int, int]) -> None:
+    """Strides of 0 repeat a plane."""
+    geometry = resolve((2, 6, 4, 8), (2, 3, 7, 8), (2, 3, 7, 8), (*planes, 4, 7))
+    assert geometry.has_mask
+    assert (geometry.mask_batch_stride, geometry.mask_head_stride) == strides
+
+
+# Limits.
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "name", "value"),
+    [
+        ((2**31, 1, 2, 1), (2**31, 1, 2, 1), "batch", 2**31),
+        ((1, 2**31, 2, 1), (1, 1, 2, 1), "num_heads", 2**31),
+        ((1, 1, 2**31, 1), (1, 1, 2, 1), "seq_q", 2**31),
+        ((1, 1, 2, 1), (1, 1, 2**31, 1), "seq_k", 2**31),
+    ],
+)
+def test_extents_fit_i32(query: tuple[int, ...], key: tuple[int, ...], name: str, value: int) -> None:
+    """An extent beyond 32 bits is refused by name."""
+    with pytest.raises(nx.KernelError, match=f"fused Attention: {name} {value} exceeds i32"):
+        resolve(query, key, key)
+
+
+def test_a_capacity_beyond_i32_is_refused() -> None:
+    """The plane stride of a cache may be larger than its rows can be counted."""
+    cache = nx.TensorMetadata(nx.float16, (2, 1, 7, 1), (2**31, 2**31, 1, 1))
+    with pytest.raises(nx.KernelError, match=f"fused Attention: KV capacity {2**31} exceeds i32"):
+        resolve((2, 1, 2, 1), cache, cache)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "mask", "name"),
+    [
+        ((2**30, 2**30, 8, 1), (2**30, 1, 1, 1), None, "query"),
+        ((2**30, 2**20, 1, 1), (2**30, 2**20, 2**13, 1), None, "key"),
+        ((2**30, 2**20, 2**6, 1), (2**30, 1, 2**7, 1), (2**30, 2**20, 2**6, 2**7), "attn_mask"),
+    ],
+)
+def test_offsets_fit_i64(query: tuple[int, ...], key: tuple[int, ...], mask: tuple[int, ...] | None, name: str) -> None:
+    """A tensor whose last offset does not fit 64 bits is refused by name."""
+    with pytest.raises(nx.KernelError, match=f"'{name}'.* element count overflow"):
+        resolve(query, key, key, mask)
+
+
+def test_grid_covers_every_plane_and_tile() -> None:
+    """64 query rows a block in prefill, one plane a block in decode."""
+    for variant, blocks in ((AttentionVariant.SIMT, 2 * 6 * 2), (AttentionVariant.TENSOR_CORE, 2 * 6 * 2)):
+        assert launch_config("Attention", variant, PLAIN, 2**31 - 1).grid == (blocks, 1, 1)
+    decode = replace(PLAIN, seq_q=1)
+    assert launch_config("Attention", AttentionVariant.DECODE, decode, 2**31 - 1).grid == (12, 1, 1)
+    for empty in ({"batch": 0}, {"seq_q": 0}):
+        config = launch_config("Attention", AttentionVariant.SIMT, replace(PLAIN, **empty), 2**31 - 1)
+        assert config.is_empty
+
+
+def test_grids_beyond_the_device_are_refused() -> None:
+    """The message says how many blocks there would be."""
+    wide = replace(PLAIN, batch=2**20, num_heads=2**12, kv_num_heads=2**12, seq_q=2)
+    with pytest.raises(nx.KernelError, match=f"fused Attention requires {2**32} blocks, exceeding CUDA grid.x"):
+        launch_config("Attention", AttentionVariant.SIMT, wide, 2**31 - 1)
+    huge = replace(wide, batch=2**31 - 1, num_heads=2**31 - 1, kv_num_heads=1, seq_q=2**31 - 1)
+    with pytest.raises(nx.KernelError, match="fused Attention grid overflow"):
+        launch_config("Attention", AttentionVariant.SIMT, huge, 2**31 - 1)
+
+
+def test_a_grid_within_the_limit_of_a_small_device() -> None:
+    """The limit is the device's own."""
+    launch_config("Attention", AttentionVariant.SIMT, PLAIN, 24)
+    with pytest.raises(nx.KernelError, match=r"requires 24 blocks, exceeding CUDA grid\.x"):
+        launch_config("Attention", AttentionVariant.SIMT, PLAIN, 23)
+
+
+# Specialisations.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "alignment", "width"),
+    [
+        (nx.float32, 128, 16, 4),
+        (nx.float32, 128, 4, 1),
+        (nx.float32, 6, 16, 2),
+        (nx.float32, 127, 16, 1),
+        (nx.float16, 128, 16, 8),
+        (nx.float16, 128, 2, 1),
+        (nx.bfloat16, 20, 16, 4),
+    ],
+)
+def test_accesses_are_as_wide_as_rows_and_addresses_allow(
+    dtype: nx.DataType, head_dim: int, alignment: int, width: int
+) -> None:
+    """16 bytes at best."""
+    spec = attention_spec(AttentionVariant.SIMT, dtype, replace(PLAIN, head_dim=head_dim), alignment=alignment)
+    assert dict(spec.macros)["LOAD_WIDTH"] == str(width)
+
+
+def test_features_are_macros() -> None:
+    """A specialisation contains what the call needs, and no more."""
+    features = ("CAUSAL", "HAS_MASK", "HAS_WINDOW", "HAS_SOFTCAP")
+    for changes, expected in (
+        ({}, "1000"),
+        ({"causal": False}, "0000"),
+        ({"has_mask": True}, "1100"),
+        ({"local_window": 5}, "1010"),
+        ({"softcap": 30.0}, "1001"),
+    ):
+        spec = attention_spec(AttentionVariant.SIMT, nx.float32, replace(PLAIN, **changes), alignment=16)
+        assert "".join(dict(spec.macros)[name] for name in features) == expected
+
+
+def test_shapes_share_a_specialisation() -> None:
+    """Batch, heads, lengths, strides and scale are arguments: changing them compiles nothing."""
+    spec = attention_spec(AttentionVariant.SIMT, nx.float32, PLAIN, alignment=16)
+    other = replace(PLAIN, batch=5, num_heads=8, seq_q=3, seq_k=1000, kv_capacity=2000, scale=0.5)
+    assert attention_spec(AttentionVariant.SIMT, nx.float32, other, alignment=16) == spec
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype", "entry"),
+    [
+        (AttentionVariant.SIMT, nx.float32, "flash_attention_f32"),
+        (AttentionVariant.SIMT, nx.float16, "flash_attention_f16"),
+        (AttentionVariant.SIMT, nx.bfloat16, "flash_attention_bf16"),
+        (AttentionVariant.TENSOR_CORE, nx.float16, "flash_attention_f16_tc"),
+        (AttentionVariant.DECODE, nx.bfloat16, "attention_decode_bf16"),
+    ],
+)
+def test_entries(variant: AttentionVariant, dtype: nx.DataType, entry: str) -> None:
+    """Each dtype and variant has an entry of its own name."""
+    assert attention_spec(variant, dtype, PLAIN, alignment=16).entry == entry
+
+
+def test_arguments_follow_the_declared_parameters() -> None:
+    """Every field of the geometry reaches the parameter of its name."""
+    geometry = replace(
+        PLAIN, has_mask=True, mask_batch_stride=11, mask_head_stride=12, local_window=13, softcap=14.0, scale=0.5
+    )
+    (spec,) = {replace(spec, macros=(), source="", entry="", threads=1) for spec in kernel_specs()}
+    named = dict(zip((param.name for param in spec.params), launch_arguments(geometry), strict=True))
+    assert named == {
+        **dict.fromkeys(("q", "key", "value", "mask", "total_lengths", "past_lengths", "output", "capture_error"), 0),
+        "q_heads": 6,
+        "group": 2,
+        "sq": 100,
+        "sk": 7,
+        "kv_capacity": 9,
+        "mask_batch_stride": 11,
+        "mask_head_stride": 12,
+        "local_window": 13,
+        "scale": 0.5,
+        "softcap": 14.0,
+    }
