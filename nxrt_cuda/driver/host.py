@@ -12,10 +12,9 @@ It makes a program that is wrong on a GPU fail here, at the same call or an earl
   it, under the rules of the three capture modes.
 - **A fault is final.** After one, every call that needs the context fails with it, releases included.
 
-What a call answers in a thread-local or a relaxed capture, and whether the capture survives it, was compared call
-by call with CUDA's driver 13.0 on an H200; so were the answers to misused events, contexts, images and sizes. Not
-compared, and by CUDA's manual, are global captures, calls of other threads, and synchronising with or timing an
-event of a capture. Stricter than a GPU, on purpose:
+What a call answers in a capture of each mode, on its thread and on others, and whether the capture survives it,
+was compared call by call with CUDA's driver 13.0 on an H200; so were the answers to misused events, contexts,
+images and sizes. Stricter than a GPU, on purpose:
 
 - addresses and sizes are checked when work is queued or recorded; a GPU may accept them there and fault later;
 - a replay is refused once memory or code that its graph refers to is gone;
@@ -299,7 +298,10 @@ class HostDriver(HostCalls):
         for event in (start, end):
             if not self._events[event].timing:
                 raise Failure("CUDA_ERROR_INVALID_HANDLE", f"event 0x{event:x} was created without timing")
-            mark = self._reachable_mark(event, "cuEventElapsedTime")
+            mark = self._events[event].mark
+            if isinstance(mark, CapturedMark):
+                self._captures.in_progress(mark, "cuEventElapsedTime")
+                raise Failure("CUDA_ERROR_CAPTURED_EVENT", f"event 0x{event:x} was last recorded in a capture")
             if mark is None:
                 raise Failure("CUDA_ERROR_INVALID_HANDLE", f"event 0x{event:x} was never recorded")
             if mark.time is None:

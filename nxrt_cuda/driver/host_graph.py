@@ -94,12 +94,12 @@ class Capture:
         if stream is not self._origin:
             reason = f"cuStreamEndCapture on {stream}, which joined a capture that began on {self._origin}"
             self.refuse("CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", reason)
+        for member in self._tails:
+            member.capture = None
         if self.mode is not CaptureMode.RELAXED and self.thread is not threading.current_thread():
             raise Failure(
                 "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", f"the capture on {stream} began on thread {self.thread.name}"
             )
-        for member in self._tails:
-            member.capture = None
         self._require_valid()
         joined = self._ancestors(self._tails[self._origin])
         loose = [str(member) for member, tail in self._tails.items() if not tail <= joined]
@@ -155,7 +155,12 @@ class Captures:
 
     def join(self, stream: Stream, mark: CapturedMark) -> None:
         """Make ``stream`` wait for a record that was made in a capture."""
-        capture = self.in_progress(mark, f"{stream} was told to wait")
+        try:
+            capture = self.in_progress(mark, f"{stream} was told to wait")
+        except Failure:
+            if stream.capture is not None:
+                stream.capture.invalidate(f"{stream} was told to wait for an event of a capture that has ended")
+            raise
         if stream.capture is not None and stream.capture is not capture:
             reason = f"{stream} was told to wait for an event of another capture"
             stream.capture.invalidate(reason)

@@ -259,6 +259,28 @@ def test_an_event_of_an_ended_capture_serves_nobody_until_it_is_recorded_again(r
     rig.driver.event_synchronize(event)
 
 
+def test_waiting_in_a_capture_for_an_event_of_an_ended_one_spoils_it(rig: Rig) -> None:
+    event = rig.driver.event_create(timing=False)
+    begin(rig)
+    rig.driver.event_record(event, rig.stream)
+    end(rig)
+    begin(rig)
+    with refused("CUDA_ERROR_INVALID_VALUE", "a capture that has ended"):
+        rig.driver.stream_wait_event(rig.stream, event)
+    with refused("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+        end(rig)
+
+
+def test_timing_a_captured_event_is_refused_and_spoils_nothing(rig: Rig) -> None:
+    event = rig.driver.event_create(timing=True)
+    begin(rig)
+    rig.driver.event_record(event, rig.stream)
+    with refused("CUDA_ERROR_CAPTURED_EVENT", "was last recorded in a capture"):
+        rig.driver.event_elapsed_time(event, event)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.ACTIVE
+    end(rig)
+
+
 # What is illegal in a capture
 
 
@@ -402,7 +424,6 @@ CONFLICTS: dict[str, Callable[[FurnishedRig], object]] = {
     "cuGraphUpload on capturing stream": lambda rig: rig.driver.graph_upload(rig.graph_exec, rig.stream),
     "cuEventQuery of event": lambda rig: rig.driver.event_query(rig.event),
     "cuEventSynchronize of event": lambda rig: rig.driver.event_synchronize(rig.event),
-    "cuEventElapsedTime of event": lambda rig: rig.driver.event_elapsed_time(rig.event, rig.event),
 }
 """By how the reason begins; the event is one recorded in the capture."""
 
@@ -439,7 +460,7 @@ def test_begin_and_end_come_in_pairs(rig: Rig) -> None:
 
 
 def test_a_capture_ends_on_the_thread_that_began_it(rig: Rig) -> None:
-    """The attempt of another thread changes nothing; a relaxed capture may end anywhere."""
+    """The attempt of another thread loses the capture; a relaxed one may end anywhere."""
     begin(rig)
 
     def elsewhere() -> None:
@@ -448,7 +469,9 @@ def test_a_capture_ends_on_the_thread_that_began_it(rig: Rig) -> None:
             end(rig)
 
     in_thread(elsewhere)
-    end(rig)
+    assert rig.driver.stream_capture_status(rig.stream) is CaptureStatus.NONE
+    with refused("CUDA_ERROR_ILLEGAL_STATE", "is not capturing"):
+        end(rig)
     begin(rig, CaptureMode.RELAXED)
     in_thread(lambda: (rig.driver.ctx_push_current(rig.context), end(rig)))
 

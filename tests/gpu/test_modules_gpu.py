@@ -123,7 +123,7 @@ def test_dynamic_shared_memory_up_to_the_devices_limit(rt: nx.CudaRuntime) -> No
     """Beside a kernel's static memory; a byte more is refused before the launch, with the numbers."""
     code = """
     extern "C" __global__ void use_shared(int* out, int bytes) {
-        __shared__ int fixed[256];
+        __shared__ volatile int fixed[256];  // else the compiler keeps its one value in a register
         extern __shared__ char scratch[];
         fixed[255] = 2;
         scratch[bytes - 1] = 40;
