@@ -1,0 +1,143 @@
+"""Who keeps whom alive, and half-built objects."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nxrt_cuda as nx
+from nxrt_cuda.driver.host import HostDriver
+from nxrt_cuda.memory import Allocation, ForeignMemory
+from nxrt_cuda.stats import WorkspaceLedger
+from nxrt_cuda.timing import TimingEvent
+from nxrt_cuda.transfer import PendingRead
+from nxrt_cuda.workspace import Workspace, WorkspaceSlot
+from tests.small_kernels import ADD_ONE, HOST_ENTRIES, open_on
+
+
+def opened() -> nx.CudaRuntime:
+    return nx.open_runtime("host", host_entries=HOST_ENTRIES)
+
+
+def test_a_tensor_keeps_its_runtime() -> None:
+    x = opened().from_array(np.arange(4, dtype=np.float32))
+    gc.collect()
+    np.testing.assert_array_equal(x.numpy(), np.arange(4))
+    x.runtime.close()
+
+
+def test_a_pending_read_keeps_what_it_needs() -> None:
+    runtime = opened()
+    alive = weakref.ref(runtime)
+    pending = runtime.read_async(runtime.from_array(np.arange(4, dtype=np.float32)))
+    del runtime
+    gc.collect()
+    np.testing.assert_array_equal(pending.numpy(), np.arange(4))
+    if (runtime := alive()) is not None:
+        runtime.close()
+
+
+def test_a_graph_keeps_what_its_replays_need() -> None:
+    runtime = opened()
+    x = runtime.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(runtime, 4, x, 4)
+    with runtime.capture() as graph:
+        runtime.launch(launch)
+    runtime_of = x.runtime
+    del runtime, x, launch
+    gc.collect()
+    graph.replay()
+    runtime_of.synchronize()
+    runtime_of.close()
+
+
+def test_a_prepared_launch_keeps_its_function_and_operands() -> None:
+    runtime = opened()
+    launch = ADD_ONE.prepare(runtime, 4, runtime.zeros((4,), nx.float32), 4)
+    gc.collect()
+    runtime.launch(launch)
+    np.testing.assert_array_equal(launch.operands[0].numpy(), np.ones(4))
+    runtime.close()
+
+
+def test_dropping_the_last_reference_to_a_closed_runtime_frees_it() -> None:
+    """Nothing of the package holds on to it: not the streams, the context table, nor the exit handler."""
+    driver = HostDriver(HOST_ENTRIES)
+    runtime = open_on(driver)
+    x = runtime.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(runtime, 4, x, 4)
+    with runtime.capture() as graph:
+        runtime.launch(launch)
+    runtime.close()
+    alive = [weakref.ref(runtime), weakref.ref(driver), weakref.ref(runtime._session)]
+    del runtime, driver, x, launch, graph
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None, None]
+
+
+def test_a_runtime_that_could_not_be_opened_leaves_nothing() -> None:
+    driver = HostDriver(total_memory=100)
+    with pytest.raises(nx.OutOfMemoryError):
+        open_on(driver)
+    assert not driver.live()
+    alive = weakref.ref(driver)
+    del driver
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Allocation, ForeignMemory, PendingRead, nx.CapturedGraph, WorkspaceSlot, TimingEvent],
+    ids=lambda k: k.__name__,
+)
+def test_the_finaliser_of_a_half_built_object_is_silent(kind: type[Any]) -> None:
+    """A constructor that raised has run none of the rest, and __del__ runs all the same."""
+    half = object.__new__(kind)
+    half.__del__()
+    del half
+
+
+def test_objects_that_outlive_their_runtime_are_finalised_silently(recwarn: pytest.WarningsRecorder) -> None:
+    driver = HostDriver(HOST_ENTRIES)
+    runtime = open_on(driver)
+    x = runtime.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(runtime, 4, x, 4)
+    with runtime.capture() as graph:
+        runtime.launch(launch)
+    held: list[Any] = [x, graph, runtime.read_async(x), runtime.record_event(), runtime.alloc_graph_stable(4)]
+    held.append(Workspace(runtime, "Op", WorkspaceLedger()).candidate(4))
+    runtime.close()
+    calls = driver.calls_total
+    del x, launch, graph
+    held.clear()
+    gc.collect()
+    assert driver.calls_total == calls
+    assert not driver.live()
+    assert not recwarn.list
+
+
+def test_freeing_after_the_runtime_was_closed_does_nothing() -> None:
+    runtime = opened()
+    x = runtime.zeros((4,), nx.float32)
+    stable = runtime.alloc_graph_stable(4)
+    with pytest.warns(RuntimeWarning, match="recorded nothing"), runtime.capture() as graph:
+        pass
+    runtime.close()
+    x.free()
+    stable.free()
+    graph.close()
+    assert x.owner.is_freed
+
+
+def test_a_tensor_in_a_cycle_is_released_by_the_collector(rt: nx.CudaRuntime) -> None:
+    cycle: list[Any] = [rt.zeros((1000,), nx.float32)]
+    cycle.append(cycle)
+    address = cycle[0].ptr
+    del cycle
+    gc.collect()
+    assert rt.zeros((1000,), nx.float32).ptr == address

@@ -1,0 +1,192 @@
+"""Several threads on one runtime: the capture gate, and results and counters that come out right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nxrt_cuda as nx
+from tests.small_kernels import ADD_ONE, SCALE, SLOW, Background
+
+
+def test_launches_of_many_threads_all_run(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    before = rt.stats()
+
+    def work() -> None:
+        for _ in range(50):
+            rt.launch(launch)
+
+    with Background(work), Background(work), Background(work), Background(work):
+        pass
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 200))
+    assert rt.stats().since(before).launches == 200
+
+
+def test_threads_with_tensors_of_their_own_do_not_disturb_each_other(rt: nx.CudaRuntime) -> None:
+    """Allocation, upload, launch, read and free, interleaved: nobody sees another's bytes."""
+
+    def work(seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        for _ in range(30):
+            source = generator.standard_normal(int(generator.integers(1, 3000)), np.float32)
+            x = rt.from_array(source)
+            y = rt.empty(x.shape, nx.float32)
+            rt.launch(SCALE.prepare(rt, source.size, y, x, 2.0, source.size))
+            pending = rt.read_async(y)
+            np.testing.assert_array_equal(x.numpy(), source)
+            np.testing.assert_array_equal(pending.numpy(), 2 * source)
+            y.free()
+
+    with Background(work, 1), Background(work, 2), Background(work, 3):
+        pass
+
+
+def test_a_hundred_captures_beside_a_thread_that_allocates_and_copies(rt: nx.CudaRuntime) -> None:
+    """Each graph has its own launches, and nothing else; no capture is lost."""
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    stop = threading.Event()
+
+    def daemon() -> int:
+        rounds = 0
+        while not stop.is_set():
+            y = rt.from_array(np.full(1000, rounds, np.float32))
+            rt.write(y, np.full(1000, rounds + 1, np.float32), asynchronous=True)
+            np.testing.assert_array_equal(y.numpy(), np.full(1000, rounds + 1))
+            rt.alloc_graph_stable(4096).free()
+            rounds += 1
+        return rounds
+
+    before = rt.stats()
+    graphs = []
+    with Background(daemon) as other:
+        try:
+            for _ in range(100):
+                with rt.capture() as graph:
+                    rt.launch(launch)
+                    rt.launch(launch)
+                graphs.append(graph)
+        finally:
+            stop.set()
+    assert other.result > 0
+    assert [graph.node_count for graph in graphs] == [2] * 100
+    done = rt.stats().since(before)
+    assert (done.graphs_captured, done.aborted_captures) == (100, 0)
+    for graph in graphs:
+        graph.replay()
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 200))
+    for graph in graphs:
+        graph.close()
+
+
+def gated(rt: nx.CudaRuntime) -> dict[str, Callable[[], Any]]:
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with rt.capture() as graph:
+        rt.launch(launch)
+
+    def capture() -> None:
+        with rt.capture():
+            rt.launch(launch)
+
+    return {
+        "launch": lambda: rt.launch(launch),
+        "replay": graph.replay,
+        "alloc": lambda: rt.alloc_raw(16),
+        "free": rt.zeros((4,), nx.float32).free,
+        "upload": lambda: x.copy_from(np.ones(4)),
+        "read": x.numpy,
+        "copy": lambda: rt.copy(rt.zeros((4,), nx.float32), x),
+        "load": lambda: SCALE.load(rt),
+        "synchronize": rt.synchronize,
+        "capture": capture,
+        "close graph": graph.close,
+        "trim": rt.trim_pool,
+        "event": rt.record_event,
+    }
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "launch", "replay", "alloc", "free", "upload", "read", "copy", "load", "synchronize", "capture", "close graph",
+        "trim", "event",
+    ],
+)  # fmt: skip
+def test_another_thread_s_work_waits_at_the_gate_until_the_capture_has_ended(rt: nx.CudaRuntime, what: str) -> None:
+    """It is neither refused nor recorded."""
+    mine = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, mine, 4)
+    attempts = gated(rt)
+    rt.begin_graph_capture()
+    rt.launch(launch)
+    with Background(attempts[what]) as other:
+        assert not other.done.wait(0.02)
+        rt.launch(launch)
+        graph = rt.end_graph_capture()
+        assert other.done.wait(10)
+    assert graph.node_count == 2
+
+
+def test_the_gate_opens_when_a_capture_is_aborted(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    rt.begin_graph_capture()
+    with Background(rt.launch, launch) as other:
+        assert not other.done.wait(0.02)
+        rt.abort_graph_capture()
+    np.testing.assert_array_equal(x.numpy(), np.ones(4))
+
+
+def test_a_thread_that_waits_already_is_not_held_up_by_a_capture(rt: nx.CudaRuntime) -> None:
+    """And does not spoil it: what waits does so outside the runtime's lock."""
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    rt.launch(SLOW.prepare(rt, 1, 60))
+    mark = rt.record_event()
+    with Background(lambda: rt._streams.wait_event(mark._handle)) as waiting:
+        time.sleep(0.01)
+        with rt.capture() as graph:
+            rt.launch(launch)
+            assert waiting.done.wait(10)
+            rt.launch(launch)
+    assert graph.node_count == 2
+
+
+def test_captures_of_several_threads_follow_each_other(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    counts: list[int] = []
+
+    def work(launches: int) -> None:
+        for _ in range(20):
+            with rt.capture() as graph:
+                for _ in range(launches):
+                    rt.launch(launch)
+            counts.append(graph.node_count)
+            graph.close()
+
+    with Background(work, 1), Background(work, 2), Background(work, 3):
+        pass
+    assert sorted(counts) == [1] * 20 + [2] * 20 + [3] * 20
+
+
+def test_exclusive_keeps_other_threads_out_of_a_sequence(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with ExitStack() as theirs, rt.exclusive():
+        other = theirs.enter_context(Background(rt.launch, launch))
+        assert not other.done.wait(0.02)
+        before = rt.stats()
+        rt.launch(launch)
+        rt.synchronize()
+        assert rt.stats().since(before).launches == 1
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 2))
