@@ -3,7 +3,9 @@
 Importing this package makes no driver call and imports no CUDA library.
 """
 
+from nxrt_cuda.ahead_of_time import Precompiled, PrecompileReport, precompile
 from nxrt_cuda.devices import open_runtime
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
 from nxrt_cuda.dtype import (
     DataType,
     bfloat16,
@@ -18,12 +20,14 @@ from nxrt_cuda.dtype import (
     uint32,
     uint64,
 )
+from nxrt_cuda.engine import BucketReport, Engine, EngineReport, NodeReport
 from nxrt_cuda.errors import (
     CaptureError,
     CompileError,
     DeviceFaultError,
     DeviceMemoryError,
     DriverError,
+    EngineError,
     GraphError,
     KernelError,
     LaunchError,
@@ -55,10 +59,14 @@ from nxrt_cuda.ops import dsa_index_select as _dsa_index_select
 from nxrt_cuda.runtime import CudaRuntime
 from nxrt_cuda.stats import RuntimeStats, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
+from nxrt_cuda.trace import Trace
 
 __all__ = [
+    "BucketReport",
     "CaptureError",
     "CaptureErrorCode",
+    "CaptureMode",
+    "CaptureStatus",
     "CaptureSupport",
     "CapturedGraph",
     "CompileError",
@@ -68,6 +76,9 @@ __all__ = [
     "DeviceGraphResource",
     "DeviceMemoryError",
     "DriverError",
+    "Engine",
+    "EngineError",
+    "EngineReport",
     "GraphError",
     "GraphSlot",
     "Kernel",
@@ -79,9 +90,12 @@ __all__ = [
     "LaunchOverflowError",
     "NoDeviceError",
     "Node",
+    "NodeReport",
     "NxrtError",
     "OutOfMemoryError",
     "Param",
+    "PrecompileReport",
+    "Precompiled",
     "PreparedLaunch",
     "RuntimeStateError",
     "RuntimeStats",
@@ -89,6 +103,7 @@ __all__ = [
     "TensorMetadata",
     "TensorMut",
     "TensorView",
+    "Trace",
     "UnsupportedError",
     "WorkspaceRequirement",
     "WorkspaceStats",
@@ -102,6 +117,7 @@ __all__ = [
     "int32",
     "int64",
     "open_runtime",
+    "precompile",
     "register",
     "registered_ops",
     "uint8",

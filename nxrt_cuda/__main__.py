@@ -1,4 +1,4 @@
-"""``python -m nxrt_cuda doctor | demo | run``.
+"""``python -m nxrt_cuda doctor | demo | run | compile | bench``.
 
 Exit status: 0; 1 where a check or the device fails; 2 where what the user gave is at fault; 130 after an
 interrupt. An error is one line on stderr.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import nxrt_cuda
-from nxrt_cuda.cli import demo, doctor, run
+from nxrt_cuda.cli import bench, compile, demo, doctor, run
 from nxrt_cuda.cli.errors import CommandError
 from nxrt_cuda.errors import NxrtError
 
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nxrt_cuda {nxrt_cuda.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (doctor, demo, run):
+    for command in (doctor, demo, run, compile, bench):
         command.add_parser(commands)
     return parser
 

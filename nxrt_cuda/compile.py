@@ -25,6 +25,7 @@ from nxrt_cuda.headers import CudaHeaders, find_cuda_headers, included_kernel_he
 from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.nvrtc import load_nvrtc
 from nxrt_cuda.program_cache import ProgramCache, program_key
+from nxrt_cuda.progress import compiling
 from nxrt_cuda.resources import kernel_directory
 
 __all__ = ["Compiler", "HostCompiler", "Image", "NvrtcCompiler", "compile_spec"]
@@ -165,6 +166,10 @@ class NvrtcCompiler:
         self.cache.put(key, image.log.encode() + b"\0" + image.data)
         return image
 
+    def is_cached(self, spec: KernelSpec) -> bool:
+        """Whether the program cache has the image of ``spec``."""
+        return self.cache is not None and self.cache.get(self._key(_read_program(spec, self.arch))) is not None
+
     @property
     def _kind(self) -> Literal["cubin", "ptx"]:
         return "cubin" if self.arch.startswith("sm_") else "ptx"
@@ -193,16 +198,17 @@ class NvrtcCompiler:
             warn_of_other_major(self.headers, nvrtc.version[0])
             looked = f"; CUDA headers were looked for at {'; '.join(self.headers.searched)}"
         options = [*program.options, *(f"--include-path={directory}" for directory in self.headers.directories)]
-        compilation = nvrtc.compile(program.source, program.name, self.arch, options, program.headers)
-        if compilation.code is None:
-            raise CompileError(
-                f"{program.label} of {program.name} does not compile for {self.arch} with {nvrtc} "
-                f"({compilation.status}){looked}",
-                source=program.name,
-                arch=self.arch,
-                options=program.options,
-                log=compilation.log,
-            )
+        with compiling(program.entry, self.arch):
+            compilation = nvrtc.compile(program.source, program.name, self.arch, options, program.headers)
+            if compilation.code is None:
+                raise CompileError(
+                    f"{program.label} of {program.name} does not compile for {self.arch} with {nvrtc} "
+                    f"({compilation.status}){looked}",
+                    source=program.name,
+                    arch=self.arch,
+                    options=program.options,
+                    log=compilation.log,
+                )
         seconds = time.perf_counter() - started
         logger.info("compiled %s for %s in %.2f s (%s)", program.label, self.arch, seconds, self._kind)
         return Image(compilation.code, self._kind, self.arch, compilation.log, seconds)
@@ -246,6 +252,7 @@ class _Program:
 
     Attributes:
         label: the specialisation's, for messages.
+        entry: the kernel in it.
         name: what the compiler's messages begin with.
         source: its text.
         headers: the kernel headers it includes, directly or not, by name.
@@ -254,6 +261,7 @@ class _Program:
     """
 
     label: str
+    entry: str
     name: str
     source: bytes
     headers: Mapping[str, bytes]
@@ -271,7 +279,7 @@ def _read_program(spec: KernelSpec, arch: str) -> _Program:
         f"-DTHREADS={spec.threads}",
         *(f"-D{macro}={value}" for macro, value in spec.macros),
     )
-    return _Program(spec.label, name, source, headers, cuda_headers, options)
+    return _Program(spec.label, spec.entry, name, source, headers, cuda_headers, options)
 
 
 def _read_source(spec: KernelSpec, arch: str) -> tuple[str, bytes]:

@@ -20,13 +20,17 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from nxrt_cuda.activity import Activity
 from nxrt_cuda.driver.base import Driver
 from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, NxrtError, RuntimeStateError
+
+if TYPE_CHECKING:
+    from nxrt_cuda.trace import Trace
 
 __all__ = ["Capabilities", "PrimaryContext", "Session"]
 
@@ -133,6 +137,9 @@ class PrimaryContext:
             self._users -= 1
 
 
+_UNTRACED: AbstractContextManager[None] = nullcontext()
+
+
 class _Thread(threading.local):
     """What a thread is doing: the session, of any runtime, whose capture it has open."""
 
@@ -154,6 +161,7 @@ class Session:
         refusal: makes the error that every call now raises; None while the runtime is usable.
         suspects: labels of the work enqueued since the last good synchronise.
         dropped: what finalisers want released, as calls to make when no capture is open.
+        tracer: the open trace, or None.
     """
 
     def __init__(self, primary: PrimaryContext, *, eager_sync: bool = False) -> None:
@@ -167,6 +175,7 @@ class Session:
         self.suspects: deque[str] = deque(maxlen=_SUSPECTS)
         self._enqueued = 0
         self.dropped: deque[Callable[[], None]] = deque()
+        self.tracer: Trace | None = None
         _sessions.add(self)
 
     @contextmanager
@@ -196,16 +205,17 @@ class Session:
 
         A thread that has no context keeps this one, as with the CUDA runtime API.
         """
-        present = self.driver.ctx_get_current()
-        if present != self.context:
-            self.driver.ctx_push_current(self.context)
         try:
-            yield
+            present = self.driver.ctx_get_current()
+            if present != self.context:
+                self.driver.ctx_push_current(self.context)
+            try:
+                yield
+            finally:
+                if present not in (0, self.context):
+                    self.driver.ctx_pop_current()
         except DeviceFaultError as fault:
             raise self.poison(fault) from None
-        finally:
-            if present not in (0, self.context):
-                self.driver.ctx_pop_current()
 
     def enqueue(self, call: Callable[..., None], *arguments: object) -> None:
         """Make one call that puts work on the compute stream; the lock is held.
@@ -215,6 +225,13 @@ class Session:
         capture a failed call would spoil the graph: there the context is made current first.
         """
         if not self.capturing:
+            if _thread.capturing is not None:
+                raise CaptureError(
+                    "this thread captures a CUDA graph on another runtime, which would not record this; "
+                    "launch it before or after the capture",
+                    operation="launch",
+                    state="capturing",
+                )
             try:
                 call(*arguments)
                 return
@@ -225,6 +242,13 @@ class Session:
                     raise
         with self.current():
             call(*arguments)
+
+    def traced(
+        self, kind: str, name: str, details: Mapping[str, object], stream: int | None = None
+    ) -> AbstractContextManager[object]:
+        """A span of the open trace, around a call or around work that it puts on ``stream``; without one, nothing."""
+        tracer = self.tracer
+        return _UNTRACED if tracer is None else tracer.span(Activity(kind, name, details), stream)
 
     @property
     def captures_here(self) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from nxrt_cuda.context import PrimaryContext
 from nxrt_cuda.driver.base import Driver
 from nxrt_cuda.errors import NoDeviceError, RuntimeStateError
-from nxrt_cuda.interop import stream_handle
 from nxrt_cuda.runtime import CudaRuntime
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def open_runtime(
         device: ``"cuda"``, ``"cuda:1"`` or ``"host"``; by default ``"cuda:0"`` where a driver and a device
             are found, else ``"host"``.
         stream: run on this stream instead of an own one: a handle, or an object with ``__cuda_stream__``,
-            ``cuda_stream`` (PyTorch) or ``ptr`` (CuPy).
+            ``cuda_stream`` (PyTorch) or ``ptr`` (CuPy), which is kept alive.
         eager_sync: wait after every launch, so that a fault names the launch that caused it.
         pool_limit: bytes of free memory kept for reuse; by default the environment's
             ``NXRT_CUDA_POOL_BYTES``, or 256 MiB.
@@ -53,15 +52,14 @@ def open_runtime(
     kind, _, ordinal = device.partition(":")
     if device != "host" and (kind != "cuda" or not (device == "cuda" or (ordinal.isascii() and ordinal.isdigit()))):
         raise RuntimeStateError(f"device must be 'cuda', 'cuda:<ordinal>' or 'host', got {device!r}")
-    handle = stream_handle(stream)
     if device == "host":
-        if handle is not None:
+        if stream is not None:
             raise RuntimeStateError("the host driver has streams of its own only; leave out stream")
         primary = _host_context(host_entries or {})
     else:
         primary = _cuda_context(int(ordinal or 0))
     try:
-        return CudaRuntime(primary, _compiler(primary), stream=handle, eager_sync=eager_sync, pool_limit=pool_limit)
+        return CudaRuntime(primary, _compiler(primary), stream=stream, eager_sync=eager_sync, pool_limit=pool_limit)
     except BaseException:
         primary.release()
         raise

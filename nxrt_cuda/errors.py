@@ -16,6 +16,7 @@
     ├── LaunchError              a launch is malformed: count, kind, grid or shared memory
     │   └── LaunchOverflowError  an argument does not fit its declared width (an OverflowError too)
     ├── TensorError              an array cannot become, or leave, a device tensor
+    ├── EngineError              an engine's nodes do not fit together, or a call does not fit its inputs
     └── RuntimeStateError        the runtime is closed, forked or not on this thread
 
 A message says what happened, why, and what to do. A call that raises has changed nothing: tensors,
@@ -31,6 +32,7 @@ __all__ = [
     "DeviceFaultError",
     "DeviceMemoryError",
     "DriverError",
+    "EngineError",
     "GraphError",
     "KernelError",
     "LaunchError",
@@ -170,6 +172,10 @@ class LaunchOverflowError(LaunchError, OverflowError):
 
 class TensorError(NxrtError):
     """An array cannot become a device tensor, or a tensor cannot be read as asked."""
+
+
+class EngineError(NxrtError):
+    """An engine's nodes do not fit together, or a call does not fit its declared inputs; nothing has run."""
 
 
 class RuntimeStateError(NxrtError):

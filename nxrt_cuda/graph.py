@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nxrt_cuda.activity import Activity
 from nxrt_cuda.context import Session
+from nxrt_cuda.dot import SegmentPicture, to_dot
 from nxrt_cuda.driver.base import CaptureMode, Driver
 from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, GraphError
 from nxrt_cuda.stats import RuntimeCounters
@@ -54,6 +56,7 @@ class _Segment:
     executable: int
     node_types: tuple[str, ...]
     kernels: tuple[str, ...]
+    activities: tuple[Activity, ...]
     owners: tuple[MemoryOwner, ...]
     resources: tuple[Any, ...]
 
@@ -107,9 +110,23 @@ class CapturedGraph:
         return len(self.node_types)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the graph keeps alive: its tensors', not its kernels' workspaces."""
+        owners = {id(owner): owner for segment in self._segments for owner in segment.owners}
+        return sum(owner.nbytes for owner in owners.values())
+
+    @property
     def kernels(self) -> tuple[str, ...]:
         """Labels of the launches that were recorded, in order."""
         return tuple(label for segment in self._segments for label in segment.kernels)
+
+    def to_dot(self) -> str:
+        """The graph as a picture in Graphviz's language (``dot -Tsvg``).
+
+        One frame a segment; one box a kernel, copy or fill, with its operator, specialisation, grid, block and
+        shared memory. Work follows in the order of the stream that it was captured on.
+        """
+        return to_dot(self.name, [SegmentPicture(segment.activities, segment.node_types) for segment in self._segments])
 
     def replay(self) -> None:
         """Enqueue all segments on the compute stream, in the order of their capture.
@@ -162,13 +179,25 @@ class CapturedGraph:
             if not executables:
                 state = "it is closed" if self._closed else "no executable is installed"
                 raise GraphError(f"cannot replay CUDA graph {self.name} because {state}")
+            stream = self._streams.compute
+            tracer = session.tracer
             for executable in executables:
-                session.enqueue(session.driver.graph_launch, executable, self._streams.compute)
+                if tracer is None:
+                    session.enqueue(session.driver.graph_launch, executable, stream)
+                else:
+                    activity = self._activity(executable)
+                    tracer.run(activity, stream, session.enqueue, session.driver.graph_launch, executable, stream)
             session.enqueued(label)
             self.replays += 1
             self._counters.graph_replays += len(executables)
             if session.eager_sync:
                 self._streams.wait(self._streams.compute, label)
+
+    def _activity(self, executable: int) -> Activity:
+        """A replay of one segment, for a trace."""
+        index = self._executables.index(executable)
+        name = self.name if len(self._executables) == 1 else f"{self.name}, segment {index}"
+        return Activity("graph", name, {"segment": index, "nodes": len(self._segments[index].node_types)})
 
     def _install(self, segment: _Segment) -> None:
         self._segments = (*self._segments, segment)
@@ -189,9 +218,11 @@ class _Recording:
 
     graph: CapturedGraph
     kernels: list[str] = field(default_factory=list)
+    activities: list[Activity] = field(default_factory=list)
     owners: dict[int, MemoryOwner] = field(default_factory=dict)
     resources: dict[int, Any] = field(default_factory=dict)
     failure: tuple[str, DriverError] | None = None
+    span: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
         self.resources.update((resource.key, resource.resource) for resource in resources)
@@ -211,8 +242,10 @@ class GraphRecorder:
         """The graph that the open capture records into."""
         return None if self._recording is None else self._recording.graph
 
-    def begin(self, graph: CapturedGraph, kernels: Iterable[Kernel]) -> None:
+    def begin(self, graph: CapturedGraph, kernels: Iterable[Kernel], mode: CaptureMode) -> None:
         """Open a capture of one more segment of ``graph``; every kernel is asked first.
+
+        ``mode`` says whose unsafe driver calls spoil it: this thread's, every thread's, or nobody's.
 
         Raises:
             CaptureError: a capture is open, a kernel declines (all that decline are named), or the
@@ -249,21 +282,33 @@ class GraphRecorder:
                 recording.retain(kernel.device_graph_resources())
             with session.driving("a second capture") as driver:
                 session.collect()
-                driver.stream_begin_capture(self._streams.compute, CaptureMode.THREAD_LOCAL)
+                driver.stream_begin_capture(self._streams.compute, mode)
             self._recording = recording
             session.enter_capture()
+            recording.span = session.traced("capture", f"capture {graph.name}", {})
+            recording.span.__enter__()
         except BaseException:
             session.lock.release()
             raise
 
-    def record(self, label: str, operands: Sequence[TensorView | None]) -> None:
-        """Note a launch of the open capture, and keep the memory of its operands alive."""
+    def record(self, label: str, operands: Sequence[TensorView | None], activity: Activity | None) -> None:
+        """Note a launch of the open capture, and keep the memory of its operands alive.
+
+        ``activity`` is None where nothing reached the driver: a copy or a fill of no bytes.
+        """
         recording = self._recording
         assert recording is not None
         recording.kernels.append(label)
+        if activity is not None:
+            recording.activities.append(activity)
         for view in operands:
             if view is not None:
                 recording.owners[id(view.owner)] = view.owner
+
+    def own(self, owners: Iterable[MemoryOwner]) -> None:
+        """Keep memory alive that the open capture uses by address."""
+        assert self._recording is not None
+        self._recording.owners.update((id(owner), owner) for owner in owners)
 
     def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
         """Keep ``resources`` alive with the graph that is being recorded; nothing to do when idle."""
@@ -359,8 +404,9 @@ class GraphRecorder:
         owners = tuple(recording.owners.values())
         for owner in owners:
             owner.pins.append(name)
-        kernels, resources = tuple(recording.kernels), tuple(recording.resources.values())
-        return _Segment(graph, executable, node_types, kernels, owners, resources)
+        kernels, activities = tuple(recording.kernels), tuple(recording.activities)
+        resources = tuple(recording.resources.values())
+        return _Segment(graph, executable, node_types, kernels, activities, owners, resources)
 
     def _owned(self, operation: str) -> _Recording:
         session, recording = self._session, self._recording
@@ -376,8 +422,10 @@ class GraphRecorder:
         return recording
 
     def _leave(self, *, aborted: bool) -> None:
-        self._recording = None
+        recording, self._recording = self._recording, None
         self._session.leave_capture()
+        assert recording is not None
+        recording.span.__exit__(None, None, None)
         self._counters.aborted_captures += aborted
         self._session.lock.release()
 

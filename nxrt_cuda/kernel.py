@@ -9,7 +9,7 @@ device. The first execution compiles and sizes the workspace, so it must happen 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +20,7 @@ from nxrt_cuda.node import Node
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
 
 if TYPE_CHECKING:
+    from nxrt_cuda.launch import KernelSpec
     from nxrt_cuda.runtime import CudaRuntime
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "KernelFactory",
     "WorkspaceRequirement",
     "create_kernel",
+    "kernel_factory",
+    "operator_factories",
     "register",
     "registered_ops",
     "unsupported_reason",
@@ -155,6 +158,31 @@ class KernelFactory(ABC):
             KernelError: an attribute is missing, ill-typed, out of range or unknown.
         """
 
+    @classmethod
+    def output_metadata(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[TensorMetadata, ...]:
+        """The outputs that ``node`` has for ``inputs``, None where absent. An engine allocates them by it.
+
+        Called with inputs that the claim gate has passed.
+
+        Raises:
+            UnsupportedError: the operator does not say, so that no engine can run it.
+        """
+        raise UnsupportedError(f"{cls.__name__} does not say what outputs {node.op_type} has")
+
+    @classmethod
+    def kernel_specs(cls, compute_capability: tuple[int, int]) -> tuple[KernelSpec, ...]:
+        """What :func:`~nxrt_cuda.precompile` compiles ahead for the operator on such a device."""
+        return ()
+
+    @classmethod
+    def batch_inputs(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[int, ...]:
+        """Positions of the inputs whose axis 0 is a batch.
+
+        Element i of it reaches element i of axis 0 of the outputs and nothing else, and zeros are valid
+        contents; so a caller may pad the batch and ignore what comes out for the padding.
+        """
+        return ()
+
 
 UnsupportedReason = Callable[[Node, Sequence[Shape | None], Sequence[DataType | None]], str | None]
 
@@ -175,6 +203,11 @@ def registered_ops() -> tuple[tuple[str, str], ...]:
     return tuple(sorted(_registry))
 
 
+def operator_factories() -> Mapping[tuple[str, str], type[KernelFactory]]:
+    """The factories by (domain, op_type)."""
+    return {key: factory for key, (factory, _) in sorted(_registry.items())}
+
+
 def _lookup(node: Node) -> tuple[type[KernelFactory], UnsupportedReason]:
     try:
         return _registry[_key(node.domain, node.op_type)]
@@ -183,6 +216,15 @@ def _lookup(node: Node) -> tuple[type[KernelFactory], UnsupportedReason]:
         raise UnsupportedError(
             f"no kernel for {node.domain or 'ai.onnx'}::{node.op_type}; there are kernels for {served}"
         ) from None
+
+
+def kernel_factory(node: Node) -> type[KernelFactory]:
+    """The factory that serves ``node``'s operator.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    return _lookup(node)[0]
 
 
 def unsupported_reason(node: Node, shapes: Sequence[Shape | None], dtypes: Sequence[DataType | None]) -> str | None:
@@ -204,5 +246,4 @@ def create_kernel(runtime: CudaRuntime, node: Node, shapes: Sequence[Shape | Non
         UnsupportedError: no kernel is registered for the node's operator.
         KernelError: an attribute is wrong.
     """
-    factory, _ = _lookup(node)
-    return factory(runtime).create(node, shapes)
+    return kernel_factory(node)(runtime).create(node, shapes)

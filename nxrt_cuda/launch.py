@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nxrt_cuda.activity import Activity
 from nxrt_cuda.driver.base import Dim3, ParamInfo
 from nxrt_cuda.errors import LaunchError, LaunchOverflowError
 from nxrt_cuda.tensor import TensorView
@@ -170,13 +171,28 @@ class PreparedLaunch:
         params: the address of the pointer array that the driver reads.
         operands: the tensors given as arguments; they stay alive with the launch.
         label: ``entry grid=... block=...``, for fault reports.
+        op: the operator that it serves; empty where it serves none.
+        checked: how many explicit frees the runtime had seen when the operands were last found alive.
 
     Not safe to change from two threads at once; whoever owns the launch serialises that.
     """
 
-    __slots__ = ("_block", "_pointers", "config", "function", "label", "operands", "params")
+    __slots__ = (
+        "_activity",
+        "_block",
+        "_pointers",
+        "checked",
+        "config",
+        "function",
+        "label",
+        "op",
+        "operands",
+        "params",
+    )
 
-    def __init__(self, function: LoadedFunction, config: LaunchConfig, arguments: Sequence[Any]) -> None:
+    def __init__(
+        self, function: LoadedFunction, config: LaunchConfig, arguments: Sequence[Any], *, op: str = ""
+    ) -> None:
         spec = function.spec
         if len(arguments) != len(spec.params):
             raise LaunchError(f"{spec.entry} takes {len(spec.params)} arguments, got {len(arguments)}")
@@ -191,6 +207,9 @@ class PreparedLaunch:
         self.function = function
         self.config = config
         self.label = f"{spec.entry} grid={config.grid} block={config.block}"
+        self.op = op
+        self.checked = -1
+        self._activity: Activity | None = None
         self.params: int = self._pointers.ctypes.data
         self.operands = tuple(value for value in arguments if isinstance(value, TensorView))
         for position, (value, param) in enumerate(zip(arguments, spec.params, strict=True)):
@@ -217,6 +236,32 @@ class PreparedLaunch:
     def bind(self, *pointers: int) -> None:
         """Renew the leading arguments, which must all be pointers, without further checks."""
         struct.pack_into(f"{len(pointers)}Q", self._block, 0, *pointers)
+
+    @property
+    def activity(self) -> Activity:
+        """The launch in traces and pictures: operator, kernel, specialisation, extents. Made when first asked for."""
+        if self._activity is None:
+            spec, config = self.function.spec, self.config
+            self._activity = Activity(
+                "kernel",
+                f"{self.op}: {spec.entry}" if self.op else spec.entry,
+                {
+                    "op": self.op,
+                    "entry": spec.entry,
+                    "variant": " ".join(f"{name}={value}" for name, value in spec.macros),
+                    "grid": config.grid,
+                    "block": config.block,
+                    "dynamic_shared_bytes": config.shared_bytes,
+                    "static_shared_bytes": self.function.static_shared_bytes,
+                    "registers": self.function.num_regs,
+                },
+            )
+        return self._activity
+
+    def addresses(self) -> list[int]:
+        """The values of the pointer arguments, as the kernel will read them."""
+        values = self.arguments()
+        return [int(values[name]) for name, kind in self.function.spec.params if kind == "ptr"]
 
     def arguments(self) -> dict[str, int | float]:
         """The argument values by name, as the kernel will read them."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from nxrt_cuda.context import Session
 from nxrt_cuda.errors import CaptureError, DeviceMemoryError, OutOfMemoryError, RuntimeStateError
@@ -19,7 +20,7 @@ from nxrt_cuda.launch import div_up
 from nxrt_cuda.stats import RuntimeCounters
 from nxrt_cuda.streams import Streams
 
-__all__ = ["Allocation", "DeviceMemory", "ForeignMemory", "pool_limit_from_environment"]
+__all__ = ["Allocation", "DeviceMemory", "ForeignMemory", "pool_limit_from_environment", "size_class"]
 
 POOL_VARIABLE = "NXRT_CUDA_POOL_BYTES"
 _POOL_DEFAULT = 256 << 20
@@ -54,35 +55,33 @@ class _Block(NamedTuple):
     pooled: bool
 
 
-class Allocation:
-    """A block of device memory; dropping the last reference gives it back, in stream order.
+class _Memory:
+    """Device memory that views lie in: freed on request, or when the last reference is dropped.
 
     Attributes:
+        runtime: the runtime whose driver knows the memory.
         ptr: the device address.
-        nbytes: the bytes asked for.
-        pins: names of the live graphs and exports that refer to the block.
+        nbytes: how many bytes may be addressed from there.
+        pins: names of the live graphs and exports that refer to the memory.
     """
 
-    __slots__ = ("__weakref__", "_block", "_freed", "_memory", "nbytes", "pins", "ptr")
+    __slots__ = ("__weakref__", "_held", "_memory", "nbytes", "pins", "ptr", "runtime")
+    _kind: ClassVar[str]
 
-    def __init__(self, memory: DeviceMemory, block: _Block, nbytes: int) -> None:
+    def __init__(self, memory: DeviceMemory, ptr: int, nbytes: int, held: Any) -> None:
         self._memory = memory
-        self._block = block
-        self._freed = False
-        self.ptr = block.ptr
+        self._held = held
+        self.runtime = memory.runtime
+        self.ptr = ptr
         self.nbytes = nbytes
         self.pins: list[str] = []
 
     @property
-    def runtime(self) -> Any:
-        return self._memory.runtime
-
-    @property
     def is_freed(self) -> bool:
-        return self._freed or self._memory.is_closed
+        return self._held is None or self._memory.is_closed
 
     def free(self) -> None:
-        """Give the block back now; a second call does nothing.
+        """Give the memory back now, in stream order; a second call does nothing.
 
         Raises:
             DeviceMemoryError: a live graph or an export refers to it.
@@ -94,69 +93,50 @@ class Allocation:
             self._memory.collect()
             if self.pins:
                 raise DeviceMemoryError(
-                    f"the {self.nbytes} bytes at 0x{self.ptr:x} are referred to by {', '.join(self.pins)}; "
-                    "let go of that before freeing them"
+                    f"the {self._kind} at 0x{self.ptr:x} is referred to by {', '.join(self.pins)}; "
+                    "let go of that before freeing it"
                 )
             # Asked again: another thread may have freed it while this one waited.
             if not self.is_freed:
-                self._memory.release(self._block)
-                self._freed = True
+                self._give_back(self._held)
+                self._held = None
                 self._memory.explicit_frees += 1
 
+    @property
+    def _give_back(self) -> Callable[[Any], None]:
+        """What takes back the thing held; not bound to this object, which may be dying."""
+        raise NotImplementedError
+
     def __del__(self) -> None:
-        # Half-built instances and interpreter shutdown end up here too.
-        if not getattr(self, "_freed", True):
-            self._memory.session.dropped.append(partial(self._memory.release, self._block))
+        # Half-built instances end up here too. Once the runtime is closed there is nothing left to give back.
+        held = getattr(self, "_held", None)
+        if held is not None and not self._memory.is_closed:
+            self._memory.session.dropped.append(partial(self._give_back, held))
 
 
-class ForeignMemory:
+class Allocation(_Memory):
+    """A block taken from the driver or the pool."""
+
+    __slots__ = ()
+    _kind = "memory"
+
+    @property
+    def _give_back(self) -> Callable[[_Block], None]:
+        return self._memory.release
+
+
+class ForeignMemory(_Memory):
     """Device memory of another library (DLPack, ``__cuda_array_interface__``), held by its object.
 
     The object is let go only after the work queued on the compute stream until then is done.
     """
 
-    __slots__ = ("__weakref__", "_memory", "_object", "nbytes", "pins", "ptr")
-
-    def __init__(self, memory: DeviceMemory, ptr: int, nbytes: int, obj: Any) -> None:
-        self._memory = memory
-        self._object = obj
-        self.ptr = ptr
-        self.nbytes = nbytes
-        self.pins: list[str] = []
+    __slots__ = ()
+    _kind = "imported memory"
 
     @property
-    def runtime(self) -> Any:
-        return self._memory.runtime
-
-    @property
-    def is_freed(self) -> bool:
-        return self._object is None or self._memory.is_closed
-
-    def free(self) -> None:
-        """Let the other library's object go, once queued work is done.
-
-        Raises:
-            DeviceMemoryError: a live graph or an export refers to it.
-        """
-        if self.is_freed:
-            return
-        with self._memory.session.driving("free"):
-            self._memory.collect()
-            if self.pins:
-                raise DeviceMemoryError(
-                    f"the imported memory at 0x{self.ptr:x} is referred to by {', '.join(self.pins)}; "
-                    "let go of that before freeing it"
-                )
-            if not self.is_freed:
-                self._memory.retire(self._object)
-                self._object = None
-                self._memory.explicit_frees += 1
-
-    def __del__(self) -> None:
-        obj = getattr(self, "_object", None)
-        # Once the runtime is closed no work is left that the object would have to outlive.
-        if obj is not None and not self._memory.is_closed:
-            self._memory.session.dropped.append(partial(self._memory.retire, obj))
+    def _give_back(self) -> Callable[[Any], None]:
+        return self._memory.retire
 
 
 class DeviceMemory:
@@ -205,7 +185,7 @@ class DeviceMemory:
                     self._counters.pool_retained_bytes -= size
                 else:
                     ptr = self._take(size)
-                return Allocation(self, _Block(ptr, size, pooled), nbytes)
+                return Allocation(self, ptr, nbytes, _Block(ptr, size, pooled))
         except CaptureError as refusal:
             raise CaptureError(
                 f"{operation} of {nbytes} bytes is illegal while this thread captures a CUDA graph; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,17 +13,23 @@ from nxrt_cuda.compile import Compiler, Image
 from nxrt_cuda.driver.base import Driver, ParamInfo
 from nxrt_cuda.errors import DriverError, LaunchError
 from nxrt_cuda.launch import KernelSpec
+from nxrt_cuda.stats import StatsTable
 
 __all__ = ["LoadedFunction", "LoadedModule", "ModuleCache", "ModuleStats"]
 
 Guard = Callable[[str], AbstractContextManager[object]]
+Traced = Callable[[str, str, Mapping[str, object]], AbstractContextManager[object]]
 
 # What a block has of shared memory on any device without asking for more.
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
 
+def _untraced(kind: str, name: str, details: Mapping[str, object]) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
 @dataclass(frozen=True)
-class ModuleStats:
+class ModuleStats(StatsTable):
     """What a module cache has done.
 
     Attributes:
@@ -34,6 +40,8 @@ class ModuleStats:
         cubin_images, ptx_images: loaded modules by what they were loaded from.
         damaged_entries: entries of the program cache that were found damaged, and compiled again.
     """
+
+    TITLE = "modules"
 
     modules_compiled: int = 0
     cache_hits: int = 0
@@ -128,15 +136,19 @@ class ModuleCache:
         guard: entered, with a word on what for, around driver calls; a runtime passes the context
             manager that takes its lock, makes its context current and refuses what is illegal in a
             capture. Nothing is compiled inside it.
+        traced: entered around compiles and loads, with their kind, name and details.
 
     Threads that ask for one specialisation at once share one compile; different ones compile at the
     same time.
     """
 
-    def __init__(self, driver: Driver, compiler: Compiler, guard: Guard = nullcontext) -> None:
+    def __init__(
+        self, driver: Driver, compiler: Compiler, guard: Guard = nullcontext, traced: Traced = _untraced
+    ) -> None:
         self._driver = driver
         self._compiler = compiler
         self._guard = guard
+        self._traced = traced
         # Taken inside the guard, never around it.
         self._lock = threading.Lock()
         self._functions: dict[KernelSpec, LoadedFunction] = {}
@@ -174,7 +186,8 @@ class ModuleCache:
             with self._guard(operation), self._lock:
                 function = self._functions.get(spec)
                 if function is None:
-                    function = self._functions[spec] = self._load(spec, image)
+                    with self._traced("load", f"load {spec.entry}", {"kind": image.kind, "bytes": len(image.data)}):
+                        function = self._functions[spec] = self._load(spec, image)
                 return function
         finally:
             if first:
@@ -182,12 +195,16 @@ class ModuleCache:
                     del self._compiling[spec]
 
     def unload_all(self) -> None:
-        """Unload every module. Nothing may use them any more; a launch of one of their kernels is refused."""
+        """Unload every module. Nothing may use them any more; a launch of one of their kernels is refused.
+
+        After a failure, goes on where it stopped.
+        """
         with self._guard("unloading modules"), self._lock:
             while self._functions:
-                _, function = self._functions.popitem()
+                spec, function = next(iter(self._functions.items()))
                 function.handle = 0
                 self._driver.module_unload(function.module.handle)
+                del self._functions[spec]
 
     def stats(self) -> ModuleStats:
         """A snapshot of the counts."""
@@ -199,8 +216,11 @@ class ModuleCache:
             )
 
     def _compile(self, spec: KernelSpec, result: Future[Image]) -> Image:
+        details: dict[str, object] = {"specialisation": spec.label}
         try:
-            image = self._compiler.compile(spec)
+            with self._traced("compile", f"compile {spec.entry}", details):
+                image = self._compiler.compile(spec)
+                details |= {"arch": image.arch, "from_cache": image.cached}
         except BaseException as error:
             result.set_exception(error)
             raise

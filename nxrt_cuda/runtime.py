@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nxrt_cuda import interop
+from nxrt_cuda.activity import Activity
 from nxrt_cuda.context import Capabilities, PrimaryContext, Session
-from nxrt_cuda.driver.base import CaptureStatus
-from nxrt_cuda.dtype import data_type, uint8
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
+from nxrt_cuda.dtype import uint8
 from nxrt_cuda.errors import (
     CaptureError,
     DeviceMemoryError,
@@ -42,6 +46,7 @@ from nxrt_cuda.stats import RuntimeCounters, RuntimeStats
 from nxrt_cuda.streams import Streams
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView, as_metadata
 from nxrt_cuda.timing import TimingEvent
+from nxrt_cuda.trace import MAX_SPANS, Trace
 from nxrt_cuda.transfer import PendingRead, Transfers
 
 if TYPE_CHECKING:
@@ -67,7 +72,7 @@ class CudaRuntime:
         primary: PrimaryContext,
         compiler: Compiler,
         *,
-        stream: int | None = None,
+        stream: Any = None,
         eager_sync: bool = False,
         pool_limit: int | None = None,
     ) -> None:
@@ -79,16 +84,18 @@ class CudaRuntime:
         self._session = Session(primary, eager_sync=eager_sync)
         self._counters = RuntimeCounters()
         self._compiler = compiler
+        # The object that a foreign stream belongs to: the stream lives as long as this runtime uses it.
+        self._stream_owner = stream
         self._raw: dict[int, Allocation] = {}
         self._graphs: weakref.WeakSet[CapturedGraph] = weakref.WeakSet()
         self._graph_numbers = count(1)
         self._slots: dict[GraphSlot, CapturedGraph] = {}
         limit = pool_limit_from_environment() if pool_limit is None else pool_limit
         with self._session.current():
-            self._streams = Streams(self._session, stream)
+            self._streams = Streams(self._session, interop.stream_handle(stream))
             self._memory = DeviceMemory(self, self._session, self._streams, self._counters, limit)
             self._transfers = Transfers(self._session, self._streams, self._counters)
-            self._modules = ModuleCache(driver, compiler, self._session.driving)
+            self._modules = ModuleCache(driver, compiler, self._session.driving, self._session.traced)
             self._recorder = GraphRecorder(self._session, self._streams, self._counters)
             try:
                 self._capture_error = self._memory.alloc(4, pooled=False)
@@ -98,8 +105,10 @@ class CudaRuntime:
                 self._streams.close()
                 raise
         self._counters.reset()
+        self._closed = False
         self._to_close: deque[Callable[[], None]] = deque(
             (
+                self._close_trace,
                 self.drain_for_unmap,
                 self._close_graphs,
                 self._transfers.close,
@@ -120,7 +129,7 @@ class CudaRuntime:
 
     @property
     def is_closed(self) -> bool:
-        return not self._to_close
+        return self._closed
 
     def close(self) -> None:
         """Wait for queued work and give everything back; tensors and graphs are dead afterwards.
@@ -137,13 +146,23 @@ class CudaRuntime:
                 with session.driving("close"):
                     self._to_close[0]()
                 self._to_close.popleft()
-            if self._to_close:
-                self._memory.is_closed = True
-                self._to_close.clear()
-            elif session.refusal is None:
+            if session.refusal is None:
                 self._primary.release()
                 session.refuse(f"the runtime on {self.device} is closed; open another with open_runtime()")
+            self._closed = self._memory.is_closed = True
         _open_runtimes.discard(self)
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True):
+            return
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
+        # In a capture, or after a fault, closing is refused; the memory then stays until the process ends.
+        with suppress(NxrtError):
+            self.close()
+
+    def _close_trace(self) -> None:
+        if self._session.tracer is not None:
+            self._session.tracer.close()
 
     def _close_graphs(self) -> None:
         for graph in list(self._graphs):
@@ -182,6 +201,25 @@ class CudaRuntime:
             CaptureError: this thread is capturing.
         """
         return TimingEvent(self._session, self._streams)
+
+    def trace(self, path: str | os.PathLike[str] | None = None, *, max_spans: int = MAX_SPANS) -> Trace:
+        """Trace what the runtime does from now on, until the trace is closed; waits for the work queued before.
+
+        ``with rt.trace("trace.json"):`` writes the file when the body ends; otherwise ``close()`` or
+        ``save(path)`` of what is returned do. A capture and its replays may lie inside. While no trace is
+        open, it costs nothing.
+
+        Args:
+            path: write the trace here when it is closed, in Chrome's format, for https://ui.perfetto.dev.
+            max_spans: calls that are kept; later ones are counted and dropped.
+
+        Raises:
+            CaptureError: this thread is capturing.
+            RuntimeStateError: a trace of this runtime is open already.
+            OSError: the file cannot be written.
+        """
+        about = {"device": self.device_name, "driver": self.driver_version, "runtime": repr(self)}
+        return Trace(self._session, self._streams, path, max_spans, about)
 
     @property
     def eager_sync(self) -> bool:
@@ -243,7 +281,7 @@ class CudaRuntime:
             with self._session.driving("from_array"):
                 return interop.import_array(self, self._memory, array)
         source = np.ascontiguousarray(array).reshape(np.shape(array))
-        tensor = self._tensor(TensorMetadata(data_type(source.dtype), source.shape), "from_array")
+        tensor = self._tensor(as_metadata(source.shape, source.dtype), "from_array")
         self._transfers.upload(tensor.ptr, source, operation="from_array")
         return tensor
 
@@ -288,7 +326,7 @@ class CudaRuntime:
                 raise TensorError(f"copy of a strided tensor: shape {view.shape}, strides {view.strides}")
         if (target.shape, target.dtype) != (source.shape, source.dtype):
             raise TensorError(f"copy of {source.dtype} {source.shape} into {target.dtype} {target.shape}")
-        with self._recorded("copy", (target, source)):
+        with self._recorded("copy", "memcpy", source.nbytes, (target, source)):
             self._transfers.copy(target.ptr, source.ptr, source.nbytes)
 
     def fill_zero(self, tensor: TensorMut) -> None:
@@ -296,7 +334,7 @@ class CudaRuntime:
         self.check_operand(tensor)
         if not tensor.is_contiguous:
             raise TensorError(f"fill_zero of a strided tensor: shape {tensor.shape}, strides {tensor.strides}")
-        with self._recorded("memset", (tensor,)):
+        with self._recorded("memset", "memset", tensor.nbytes, (tensor,)):
             self._transfers.fill(tensor.ptr, 0, tensor.nbytes)
 
     @property
@@ -359,6 +397,14 @@ class CudaRuntime:
             allocation.free()
             del self._raw[ptr]
 
+    def _raw_memory(self, addresses: Sequence[int]) -> list[Allocation]:
+        """What :meth:`alloc_raw` returned that any of ``addresses`` lies in."""
+        return [
+            allocation
+            for start, allocation in self._raw.items()
+            if any(start <= address < start + max(allocation.nbytes, 1) for address in addresses)
+        ]
+
     def alloc_graph_stable(self, nbytes: int) -> Allocation:
         """Memory outside the pool: its address is nobody else's until the last owner has let it go.
 
@@ -383,7 +429,7 @@ class CudaRuntime:
 
     def dtod(self, dst: int, src: int, nbytes: int) -> None:
         """Copy between device addresses in stream order; legal in a capture."""
-        with self._recorded("dtod"):
+        with self._recorded("dtod", "memcpy", nbytes, addresses=(dst, src)):
             self._transfers.copy(dst, src, nbytes)
 
     def htod_async(self, array: ArrayLike, dst: int) -> None:
@@ -441,8 +487,10 @@ class CudaRuntime:
         """Refuse ``op`` where NVRTC would not find ``mma.h``, saying how to get it."""
         self._compiler.require_tensor_core_headers(op)
 
-    def prepare(self, function: LoadedFunction, config: LaunchConfig, *arguments: Any) -> PreparedLaunch:
+    def prepare(self, function: LoadedFunction, config: LaunchConfig, *arguments: Any, op: str = "") -> PreparedLaunch:
         """Check and pack one launch; a tensor stands for its address.
+
+        ``op`` names the operator that it serves, for traces and pictures of graphs.
 
         Raises:
             LaunchError: the count or a kind is wrong, or the device cannot give the grid or shared memory.
@@ -456,7 +504,7 @@ class CudaRuntime:
             raise LaunchError(f"{function.spec.entry}: grid.x = {config.grid[0]} exceeds {limits.max_grid_dim_x}")
         if config.shared_bytes:
             function.require_dynamic_shared(config.shared_bytes, limits.shared_memory_per_block_optin)
-        return PreparedLaunch(function, config, arguments)
+        return PreparedLaunch(function, config, arguments, op=op)
 
     def launch(self, prepared: PreparedLaunch, operands: Sequence[TensorView | None] | None = None) -> None:
         """Enqueue a prepared launch on the compute stream: the one place where a kernel starts.
@@ -469,9 +517,11 @@ class CudaRuntime:
             DeviceMemoryError: a tensor was freed since it was given to :meth:`prepare`.
         """
         if operands is None:
-            for view in prepared.operands:
-                self.check_operand(view)
             operands = prepared.operands
+            if prepared.checked != self._memory.explicit_frees:
+                for view in prepared.operands:
+                    self.check_operand(view)
+                prepared.checked = self._memory.explicit_frees
         session = self._session
         with session.lock:
             if session.refusal is not None:
@@ -480,8 +530,11 @@ class CudaRuntime:
                 self._counters.empty_launches += 1
                 return
             config = prepared.config
+            enqueue: Callable[..., None] = session.enqueue
+            if session.tracer is not None:
+                enqueue = partial(session.tracer.run, prepared.activity, self._streams.compute, enqueue)
             try:
-                session.enqueue(
+                enqueue(
                     self._driver.launch_kernel,
                     prepared.function.handle,
                     config.grid,
@@ -494,12 +547,23 @@ class CudaRuntime:
                 self._recorder.failed(prepared.label, error)
                 raise
             self._counters.launches += 1
-            self._note(prepared.label, operands)
+            if session.capturing:
+                self._recorder.record(prepared.label, operands, prepared.activity)
+                self._recorder.own(self._raw_memory(prepared.addresses()))
+            else:
+                session.enqueued(prepared.label)
             if session.eager_sync and not session.capturing:
                 self.synchronize()
 
     @contextmanager
-    def _recorded(self, label: str, operands: Sequence[TensorView] = ()) -> Iterator[None]:
+    def _recorded(
+        self,
+        label: str,
+        kind: str,
+        nbytes: int,
+        operands: Sequence[TensorView] = (),
+        addresses: Sequence[int] = (),
+    ) -> Iterator[None]:
         """Around one copy or fill: what :meth:`launch` does around a kernel."""
         with self._session.lock:
             try:
@@ -507,13 +571,12 @@ class CudaRuntime:
             except DriverError as error:
                 self._recorder.failed(label, error)
                 raise
-            self._note(label, operands)
-
-    def _note(self, label: str, operands: Sequence[TensorView | None]) -> None:
-        if self._session.capturing:
-            self._recorder.record(label, operands)
-        else:
-            self._session.enqueued(label)
+            if self._session.capturing:
+                activity = Activity(kind, label, {"bytes": nbytes}) if nbytes else None
+                self._recorder.record(label, operands, activity)
+                self._recorder.own(self._raw_memory(addresses))
+            else:
+                self._session.enqueued(label)
 
     def exclusive(self) -> threading.RLock:
         """The runtime's lock, for a ``with`` that has to see several calls undisturbed by other threads."""
@@ -527,12 +590,18 @@ class CudaRuntime:
 
     @contextmanager
     def capture(
-        self, kernels: Iterable[Kernel] = (), *, into: CapturedGraph | None = None, name: str | None = None
+        self,
+        kernels: Iterable[Kernel] = (),
+        *,
+        into: CapturedGraph | None = None,
+        name: str | None = None,
+        mode: CaptureMode = CaptureMode.THREAD_LOCAL,
     ) -> Iterator[CapturedGraph]:
         """Record the launches of the ``with`` body into a graph.
 
         Every kernel in ``kernels`` is asked for its capture support before anything is recorded. ``into``
-        adds a segment to a graph that exists. If the body raises, the capture is aborted and the error goes
+        adds a segment to a graph that exists. ``mode`` says whose unsafe driver calls spoil the capture: by
+        default this thread's only. If the body raises, the capture is aborted and the error goes
         on; the runtime is idle again either way.
 
         Raises:
@@ -540,7 +609,7 @@ class CudaRuntime:
             GraphError: the driver could not end or instantiate the capture.
         """
         graph = self._new_graph(name) if into is None else into
-        self._recorder.begin(graph, kernels)
+        self._recorder.begin(graph, kernels, mode)
         try:
             yield graph
         except BaseException:
@@ -551,12 +620,18 @@ class CudaRuntime:
             raise
         self._recorder.end(stacklevel=4)
 
-    def begin_graph_capture(self, kernels: Iterable[Kernel] = (), slot: GraphSlot = GraphSlot.PRIMARY) -> None:
+    def begin_graph_capture(
+        self,
+        kernels: Iterable[Kernel] = (),
+        slot: GraphSlot = GraphSlot.PRIMARY,
+        *,
+        mode: CaptureMode = CaptureMode.THREAD_LOCAL,
+    ) -> None:
         """Open a capture of the slot's next segment, after every kernel was asked for its support."""
         graph = self._slots.get(slot)
         if graph is None or graph.is_closed:
             graph = self._new_graph(f"the {slot.value} graph")
-        self._recorder.begin(graph, kernels)
+        self._recorder.begin(graph, kernels, mode)
         self._slots[slot] = graph
 
     def end_graph_capture(self) -> CapturedGraph:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
-__all__ = ["RuntimeStats", "WorkspaceLedger", "WorkspaceStats", "format_table"]
+__all__ = ["RuntimeCounters", "RuntimeStats", "StatsTable", "WorkspaceLedger", "WorkspaceStats", "format_table"]
 
 
 def format_table(title: str, rows: Mapping[str, object]) -> str:
@@ -16,17 +16,33 @@ def format_table(title: str, rows: Mapping[str, object]) -> str:
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
 
+class StatsTable:
+    """Base of a dataclass of counters that prints as a table."""
+
+    TITLE: ClassVar[str]
+
+    def __str__(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return format_table(self.TITLE, {name: _value_text(name, value) for name, value in values.items()})
+
+
+def _value_text(name: str, value: Any) -> str:
+    if name.endswith("_ptr"):
+        return f"0x{value:x}"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
 @dataclass(frozen=True)
-class RuntimeStats:
-    """What a runtime has done since it was opened or its statistics were reset.
+class RuntimeStats(StatsTable):
+    """What a runtime has done since it was opened.
 
     Attributes:
         launches: kernels handed to the driver, recorded ones included.
         empty_launches: launches with a zero grid, which reach no driver.
         driver_allocations, driver_frees: calls that took or returned device memory.
-        live_bytes: device memory held from the driver, in use or pooled. Never reset.
+        live_bytes: device memory held from the driver, in use or pooled.
         pool_hits: allocations served without the driver.
-        pool_retained_bytes: free memory kept for reuse. Never reset.
+        pool_retained_bytes: free memory kept for reuse.
         htod_copies, dtoh_copies, dtod_copies: copies by direction; ``*_bytes`` their bytes.
         async_copies: those of them that ran on the transfer stream.
         memsets: device memory fills.
@@ -38,6 +54,8 @@ class RuntimeStats:
         aborted_captures: captures that ended without a graph.
         synchronizations: waits for the device.
     """
+
+    TITLE = "runtime"
 
     launches: int = 0
     empty_launches: int = 0
@@ -61,9 +79,6 @@ class RuntimeStats:
     graph_replays: int = 0
     aborted_captures: int = 0
     synchronizations: int = 0
-
-    def __str__(self) -> str:
-        return format_table("runtime", asdict(self))
 
     def since(self, earlier: RuntimeStats) -> RuntimeStats:
         """The difference to an earlier snapshot, field by field."""
@@ -92,7 +107,7 @@ class RuntimeCounters:
 
 
 @dataclass(frozen=True)
-class WorkspaceStats:
+class WorkspaceStats(StatsTable):
     """Scratch memory of one kernel, or of all kernels of one operator.
 
     Attributes:
@@ -101,6 +116,8 @@ class WorkspaceStats:
         live_bytes: bytes held now.
         last_ptr: the address handed out last; 0 where there was none.
     """
+
+    TITLE = "workspace"
 
     allocations: int = 0
     releases: int = 0

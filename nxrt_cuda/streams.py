@@ -111,7 +111,8 @@ class Streams:
             event = self.record(stream)
             mark = session.mark()
         try:
-            self.wait_event(event)
+            with session.traced("synchronize", f"wait: {operation}", {}):
+                self.wait_event(event)
         finally:
             self.recycle(event)
         if stream == self.compute:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from operator import index as as_index
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from nxrt_cuda.dtype import DataType, data_type
 from nxrt_cuda.errors import TensorError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike
 
-__all__ = ["MemoryOwner", "TensorMetadata", "TensorMut", "TensorView", "contiguous_strides"]
+__all__ = ["MemoryOwner", "TensorMetadata", "TensorMut", "TensorView", "as_metadata", "contiguous_strides"]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class TensorView:
     def runtime(self) -> Any:
         return self.owner.runtime
 
-    def narrow(self, dim: int, start: int, length: int) -> TensorView:
+    def narrow(self, dim: int, start: int, length: int) -> Self:
         """The sub-tensor of ``length`` elements from ``start`` along ``dim``, sharing this memory.
 
         Raises:
@@ -191,7 +191,7 @@ class TensorView:
         ptr = self.ptr + start * strides[axis] * self.dtype.itemsize
         return type(self)(ptr, TensorMetadata(self.dtype, shape, strides), self.owner)
 
-    def reshape(self, shape: Sequence[int]) -> TensorView:
+    def reshape(self, shape: Sequence[int]) -> Self:
         """The same elements under another shape; the tensor must be contiguous.
 
         Raises:
@@ -264,7 +264,7 @@ class TensorMut(TensorView):
 
 
 def as_metadata(shape: Sequence[int], dtype: object) -> TensorMetadata:
-    """Contiguous metadata from loose arguments.
+    """Contiguous metadata from loose arguments; of equal ones the same object, which is quick to compare.
 
     Raises:
         TensorError: an extent is negative or no whole number, or the dtype is unknown here.
@@ -273,4 +273,7 @@ def as_metadata(shape: Sequence[int], dtype: object) -> TensorMetadata:
         extents = tuple(as_index(extent) for extent in shape)
     except TypeError:
         raise TensorError(f"the extents of shape {shape!r} must be whole numbers") from None
-    return TensorMetadata(data_type(dtype), extents)
+    return _contiguous(data_type(dtype), extents)
+
+
+_contiguous = lru_cache(maxsize=1024)(TensorMetadata)

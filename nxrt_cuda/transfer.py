@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,8 +132,12 @@ class Transfers:
     def upload(self, dst: int, source: np.ndarray, *, asynchronous: bool = False, operation: str) -> None:
         """Copy a contiguous array to ``dst``, in order of the compute stream or on the transfer stream."""
         raw = source.reshape(-1).view(np.uint8)
-        with self._session.driving(operation) as driver:
-            with self._streams.beside_compute() if asynchronous else nullcontext(self._streams.compute) as stream:
+        session, streams = self._session, self._streams
+        with session.driving(operation) as driver:
+            with (
+                streams.beside_compute() if asynchronous else nullcontext(streams.compute) as stream,
+                self._traced("HtoD", raw.size, stream, operation),
+            ):
                 for start in range(0, raw.size, _CHUNK):
                     chunk = raw[start : start + _CHUNK]
                     buffer = self.staging.take(chunk.size)
@@ -143,7 +147,7 @@ class Transfers:
                     except BaseException:
                         self.staging.put(buffer)
                         raise
-                    self.staging.in_flight.append((self._streams.record(stream), buffer))
+                    self.staging.in_flight.append((streams.record(stream), buffer))
             self._counters.htod_copies += 1
             self._counters.htod_bytes += raw.size
             self._counters.async_copies += asynchronous
@@ -152,7 +156,8 @@ class Transfers:
         """Fill a contiguous array from ``src`` once queued work is done; blocks."""
         with self._session.driving(operation) as driver:
             if target.nbytes:
-                driver.memcpy_dtoh_async(target.ctypes.data, src, target.nbytes, self._streams.compute)
+                with self._traced("DtoH", target.nbytes, self._streams.compute, operation):
+                    driver.memcpy_dtoh_async(target.ctypes.data, src, target.nbytes, self._streams.compute)
         try:
             self._streams.wait(self._streams.compute, operation)
         except BaseException:
@@ -170,7 +175,8 @@ class Transfers:
                 buffer = self.staging.take(max(metadata.nbytes, 1))
                 try:
                     if metadata.nbytes:
-                        driver.memcpy_dtoh_async(buffer.address, src, metadata.nbytes, transfer)
+                        with self._traced("DtoH", metadata.nbytes, transfer, operation):
+                            driver.memcpy_dtoh_async(buffer.address, src, metadata.nbytes, transfer)
                 except BaseException:
                     self.staging.put(buffer)
                     raise
@@ -184,7 +190,8 @@ class Transfers:
         """Wait for a pending read and take its bytes out of the staging buffer."""
         with self._session.driving("waiting for a read"):
             pass  # Refused here where the runtime is closed or capturing; the wait itself holds no lock.
-        self._streams.wait_event(pending._event)
+        with self._session.traced("synchronize", "wait: pending read", {}):
+            self._streams.wait_event(pending._event)
         with self._session.lock:
             taken = pending._take()
             if taken is not None:
@@ -196,7 +203,8 @@ class Transfers:
         """Device to device on the compute stream; legal in a capture."""
         with self._session.driving("dtod", in_capture=True) as driver:
             if nbytes:
-                driver.memcpy_dtod_async(dst, src, nbytes, self._streams.compute)
+                with self._traced("DtoD", nbytes, self._streams.compute, "dtod"):
+                    driver.memcpy_dtod_async(dst, src, nbytes, self._streams.compute)
             self._counters.dtod_copies += 1
             self._counters.dtod_bytes += nbytes
 
@@ -204,8 +212,13 @@ class Transfers:
         """Set bytes on the compute stream; legal in a capture."""
         with self._session.driving("memset", in_capture=True) as driver:
             if nbytes:
-                driver.memset_d8_async(dst, value, nbytes, self._streams.compute)
+                with self._session.traced("memset", "memset", {"bytes": nbytes, "value": value}, self._streams.compute):
+                    driver.memset_d8_async(dst, value, nbytes, self._streams.compute)
             self._counters.memsets += 1
+
+    def _traced(self, direction: str, nbytes: int, stream: int, operation: str) -> AbstractContextManager[object]:
+        details = {"bytes": nbytes, "operation": operation}
+        return self._session.traced("memcpy", f"memcpy {direction}", details, stream)
 
     def close(self) -> None:
         """Free the staging buffers; all copies must be done. After a failure, goes on where it stopped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,14 +24,15 @@ def pytest_report_header() -> str:
     if not RECORD.exists():
         return "gpu record: none"
     record = json.loads(RECORD.read_text())
-    fresh = "of the present sources" if record["sources"] == source_digest() else "STALE: the sources have changed since"
-    return f"gpu record: {record['passed']} passed on {record['device']}, {record['date']}, {fresh}"
+    age = "of the present sources" if record["sources"] == source_digest() else "STALE: the sources have changed since"
+    return f"gpu record: {record['passed']} passed on {record['device']}, {record['date']}, {age}"
 
 
 @pytest.fixture(autouse=True)
 def _private_program_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests share one program cache of their own, never the user's."""
-    monkeypatch.setenv("NXRT_CUDA_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "program-cache"))
+    """Tests share one program cache, never the user's: a fresh one, or the one that NXRT_TEST_CACHE_DIR names."""
+    directory = os.environ.get("NXRT_TEST_CACHE_DIR") or str(tmp_path_factory.getbasetemp() / "program-cache")
+    monkeypatch.setenv("NXRT_CUDA_CACHE_DIR", directory)
 
 
 @pytest.fixture

@@ -923,3 +923,55 @@ def _out_of_capture(rt: nx.CudaRuntime) -> Iterator[None]:
     """No test ends inside a capture."""
     yield
     assert not rt.is_capturing()
+
+
+@pytest.mark.parametrize("mode", nx.CaptureMode)
+def test_a_capture_records_in_every_mode(rt: nx.CudaRuntime, add_one: nx.PreparedLaunch, mode: nx.CaptureMode) -> None:
+    with rt.capture(mode=mode) as graph:
+        rt.launch(add_one)
+    assert graph.node_types == ("KERNEL",)
+
+
+def test_a_global_capture_is_spoiled_by_another_threads_allocation(
+    rt: nx.CudaRuntime, add_one: nx.PreparedLaunch
+) -> None:
+    """On another runtime, that is: this one's own calls wait at the gate."""
+    with open_on(rt._driver) as other:
+
+        def allocate() -> None:
+            with pytest.raises(nx.DriverError, match="STREAM_CAPTURE_UNSUPPORTED"):
+                other.alloc_raw(1)
+
+        rt.begin_graph_capture(mode=nx.CaptureMode.GLOBAL)
+        rt.launch(add_one)
+        with Background(allocate):
+            pass
+        with pytest.raises(nx.GraphError, match="capture of the primary graph failed"):
+            rt.end_graph_capture()
+
+
+def test_a_launch_on_another_runtime_is_refused_in_a_capture(rt: nx.CudaRuntime, add_one: nx.PreparedLaunch) -> None:
+    """It would run at once, and be missing from the graph."""
+    with open_on(rt._driver) as other:
+        y = other.zeros((4,), nx.float32)
+        stray = ADD_ONE.prepare(other, 4, y, 4)
+        with rt.capture() as graph:
+            with pytest.raises(nx.CaptureError, match="captures a CUDA graph on another runtime"):
+                other.launch(stray)
+            rt.launch(add_one)
+        graph.replay()
+        assert graph.node_count == 1
+        np.testing.assert_array_equal(y.numpy(), np.zeros(4))
+
+
+def test_a_graph_tells_what_memory_it_keeps(rt: nx.CudaRuntime) -> None:
+    """Once for each tensor, however often it is used."""
+    x, y = rt.zeros((4,), nx.float32), rt.zeros((8,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with rt.capture() as graph:
+        rt.launch(launch)
+        rt.launch(launch)
+        rt.fill_zero(y)
+    assert graph.nbytes == 16 + 32
+    graph.close()
+    assert graph.nbytes == 0

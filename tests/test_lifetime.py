@@ -141,3 +141,13 @@ def test_a_tensor_in_a_cycle_is_released_by_the_collector(rt: nx.CudaRuntime) ->
     del cycle
     gc.collect()
     assert rt.zeros((1000,), nx.float32).ptr == address
+
+
+def test_a_runtime_that_is_dropped_unclosed_says_so_and_gives_everything_back() -> None:
+    dropped = [nx.open_runtime("host")]
+    driver = dropped[0]._driver
+    dropped[0].zeros((4,), nx.float32)
+    dropped.clear()
+    with pytest.warns(ResourceWarning, match="unclosed CudaRuntime"):
+        gc.collect()
+    assert not driver.live(), driver.live()

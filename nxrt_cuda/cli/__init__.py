@@ -1,1 +1,4 @@
-"""The command line: ``python -m nxrt_cuda doctor | demo | run``; one module a command, and what they share."""
+"""The command line: ``python -m nxrt_cuda doctor | demo | run | compile | bench``.
+
+One module a command, and what they share.
+"""

@@ -15,7 +15,6 @@ from itertools import chain, repeat
 from typing import Any
 
 import nxrt_cuda
-from nxrt_cuda.cli.tables import as_bytes
 from nxrt_cuda.compile import NvrtcCompiler
 from nxrt_cuda.devices import open_runtime
 from nxrt_cuda.driver.base import Driver
@@ -26,6 +25,7 @@ from nxrt_cuda.nvrtc import load_nvrtc
 from nxrt_cuda.ops.dsa_variants import kernel_specs
 from nxrt_cuda.program_cache import ProgramCache
 from nxrt_cuda.resources import kernel_directory
+from nxrt_cuda.text import as_bytes
 
 __all__ = ["add_parser"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nxrt_cuda.cli.tables import as_bytes, as_shape, columns, indented
 from nxrt_cuda.cli.trial import Check, Step, Timing, TrialReport
+from nxrt_cuda.text import as_bytes, as_shape, columns, indented
 
 __all__ = ["trial_text"]
 

@@ -51,6 +51,7 @@ class CudaDriver:
         self._ctx_get_current = driver.cuCtxGetCurrent
         self._launch_kernel = driver.cuLaunchKernel
         self._graph_launch = driver.cuGraphLaunch
+        self._graph_exec_kernel_node_set_params = driver.cuGraphExecKernelNodeSetParams
         self._stream_is_capturing = driver.cuStreamIsCapturing
         self._event_record = driver.cuEventRecord
         self._stream_wait_event = driver.cuStreamWaitEvent
@@ -148,6 +149,9 @@ class CudaDriver:
 
     def mem_free(self, ptr: int) -> None:
         self._call("cuMemFree", ptr)
+
+    def mem_free_async(self, ptr: int, stream: int) -> None:
+        self._call("cuMemFreeAsync", ptr, stream)
 
     def mem_get_info(self) -> tuple[int, int]:
         free, total = self._call("cuMemGetInfo")
@@ -265,6 +269,10 @@ class CudaDriver:
             raise self._error("cuStreamIsCapturing", status)
         return CaptureStatus(int(capture))
 
+    def stream_capture_dependencies(self, stream: int) -> tuple[int, ...]:
+        _, _, _, nodes, _, count = self._call("cuStreamGetCaptureInfo", stream)
+        return tuple(int(node) for node in nodes[:count])
+
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         previous = self._call("cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode(mode))
         return CaptureMode(int(previous))
@@ -275,6 +283,22 @@ class CudaDriver:
         types = [self._call("cuGraphNodeGetType", node) for node in nodes]
         return tuple(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in types)
 
+    def graph_edges(self, graph: int) -> tuple[tuple[int, int], ...]:
+        *_, count = self._call("cuGraphGetEdges", graph)
+        before, after, *_ = self._call("cuGraphGetEdges", graph, count)
+        return tuple((int(first), int(second)) for first, second in zip(before, after, strict=True))
+
+    def graph_kernel_node_set_params(
+        self, node: int, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int
+    ) -> None:
+        self._call("cuGraphKernelNodeSetParams", node, self._kernel_node(function, grid, block, shared_bytes, params))
+
+    def graph_memcpy_node_set_params(self, node: int, dst: int, src: int, nbytes: int, context: int) -> None:
+        self._call("cuGraphMemcpyNodeSetParams", node, self._memcpy_node(dst, src, nbytes))
+
+    def graph_memset_node_set_params(self, node: int, dst: int, value: int, nbytes: int, context: int) -> None:
+        self._call("cuGraphMemsetNodeSetParams", node, self._memset_node(dst, value, nbytes))
+
     def graph_instantiate(self, graph: int) -> int:
         return int(self._call("cuGraphInstantiate", graph, 0))
 
@@ -284,6 +308,30 @@ class CudaDriver:
     def graph_exec_destroy(self, graph_exec: int) -> None:
         self._call("cuGraphExecDestroy", graph_exec)
 
+    def graph_exec_kernel_node_set_params(
+        self, graph_exec: int, node: int, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int
+    ) -> None:
+        (status,) = self._graph_exec_kernel_node_set_params(
+            graph_exec, node, self._kernel_node(function, grid, block, shared_bytes, params)
+        )
+        if status:
+            raise self._error("cuGraphExecKernelNodeSetParams", status)
+
+    def graph_exec_memcpy_node_set_params(
+        self, graph_exec: int, node: int, dst: int, src: int, nbytes: int, context: int
+    ) -> None:
+        self._call("cuGraphExecMemcpyNodeSetParams", graph_exec, node, self._memcpy_node(dst, src, nbytes), context)
+
+    def graph_exec_memset_node_set_params(
+        self, graph_exec: int, node: int, dst: int, value: int, nbytes: int, context: int
+    ) -> None:
+        self._call("cuGraphExecMemsetNodeSetParams", graph_exec, node, self._memset_node(dst, value, nbytes), context)
+
+    def graph_exec_update(self, graph_exec: int, graph: int) -> None:
+        status, info = self._cuda.cuGraphExecUpdate(graph_exec, graph)
+        if status:
+            raise self._error("cuGraphExecUpdate", status, info.result.name)
+
     def graph_upload(self, graph_exec: int, stream: int) -> None:
         self._call("cuGraphUpload", graph_exec, stream)
 
@@ -291,6 +339,27 @@ class CudaDriver:
         (status,) = self._graph_launch(graph_exec, stream)
         if status:
             raise self._error("cuGraphLaunch", status)
+
+    def _kernel_node(self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int) -> Any:
+        node = self._cuda.CUDA_KERNEL_NODE_PARAMS()
+        node.func = function
+        node.gridDimX, node.gridDimY, node.gridDimZ = grid
+        node.blockDimX, node.blockDimY, node.blockDimZ = block
+        node.sharedMemBytes = shared_bytes
+        node.kernelParams = params
+        return node
+
+    def _memcpy_node(self, dst: int, src: int, nbytes: int) -> Any:
+        copy = self._cuda.CUDA_MEMCPY3D()
+        copy.srcMemoryType = copy.dstMemoryType = self._cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.dstDevice, copy.srcDevice = dst, src
+        copy.WidthInBytes, copy.Height, copy.Depth = nbytes, 1, 1
+        return copy
+
+    def _memset_node(self, dst: int, value: int, nbytes: int) -> Any:
+        fill = self._cuda.CUDA_MEMSET_NODE_PARAMS()
+        fill.dst, fill.value, fill.elementSize, fill.width, fill.height = dst, value, 1, nbytes, 1
+        return fill
 
     # Statuses.
 

@@ -37,7 +37,7 @@ from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, P
 from nxrt_cuda.driver.host_call import HostCalls, InjectedFailure, driver_call
 from nxrt_cuda.driver.host_device import HostDevice
 from nxrt_cuda.driver.host_failure import Failure
-from nxrt_cuda.driver.host_graph import CapturedMark, Graph, GraphExec, GraphRun
+from nxrt_cuda.driver.host_graph import CapturedMark, Graph, GraphExec, GraphNode, GraphRun
 from nxrt_cuda.driver.host_image import HostEntry, HostImage, HostLaunch, read_arguments
 from nxrt_cuda.driver.host_memory import DeviceMemory, PinnedMemory
 from nxrt_cuda.driver.host_stream import Event, Mark, Stream, Wait
@@ -317,7 +317,13 @@ class HostDriver(HostCalls):
 
     @driver_call("cuMemFree", unsafe=True)
     def mem_free(self, ptr: int) -> None:
-        self._memory.free(ptr)
+        self._memory.give_up(ptr).run()
+
+    @driver_call("cuMemFreeAsync", unsafe=True)
+    def mem_free_async(self, ptr: int, stream: int) -> None:
+        """Work on other streams must not use the memory any more once it has come to that."""
+        target = self._not_capturing(self._stream(stream), "cuMemFreeAsync")
+        self._executor.push(target, self._memory.give_up(ptr))
 
     @driver_call("cuMemGetInfo")
     def mem_get_info(self) -> tuple[int, int]:
@@ -348,22 +354,14 @@ class HostDriver(HostCalls):
     @driver_call("cuMemcpyDtoDAsync")
     def memcpy_dtod_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         target = self._stream(stream)
-        if abs(dst - src) < nbytes:
-            raise Failure(
-                "CUDA_ERROR_INVALID_VALUE",
-                f"{nbytes} bytes at 0x{src:x} and at 0x{dst:x} overlap, which leaves the result undefined",
-            )
         if nbytes != 0:
-            destination = self._memory.range(dst, nbytes, "destination")
-            self._submit(target, Copy(destination, self._memory.range(src, nbytes, "source")))
+            self._submit(target, self._device_copy(dst, src, nbytes))
 
     @driver_call("cuMemsetD8Async")
     def memset_d8_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         target = self._stream(stream)
-        if not 0 <= value <= 0xFF:
-            raise Failure("CUDA_ERROR_INVALID_VALUE", f"memset value {value} is no byte")
         if nbytes != 0:
-            self._submit(target, Fill(self._memory.range(dst, nbytes, "destination"), value))
+            self._submit(target, self._fill(dst, value, nbytes))
 
     @driver_call("cuPointerGetAttribute")
     def pointer_info(self, ptr: int) -> PointerInfo | None:
@@ -436,10 +434,8 @@ class HostDriver(HostCalls):
     def launch_kernel(
         self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
     ) -> None:
-        target, loaded = self._stream(stream), self._functions[function]
-        self._device.require_launchable(loaded, grid, block, shared_bytes)
-        arguments = read_arguments(loaded.image, params)
-        self._submit(target, KernelCall(loaded, arguments, grid, block, shared_bytes, self._memory))
+        target = self._stream(stream)
+        self._submit(target, self._kernel_call(function, grid, block, shared_bytes, params))
 
     # Capture and graphs
 
@@ -461,6 +457,11 @@ class HostDriver(HostCalls):
             return CaptureStatus.NONE
         return CaptureStatus.ACTIVE if capture.invalidated_by is None else CaptureStatus.INVALIDATED
 
+    @driver_call("cuStreamGetCaptureInfo")
+    def stream_capture_dependencies(self, stream: int) -> tuple[int, ...]:
+        target = self._stream(stream)
+        return () if target.capture is None else target.capture.dependencies(target)
+
     @driver_call("cuThreadExchangeStreamCaptureMode", context=False)
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         return self._captures.exchange_mode(CaptureMode(mode))
@@ -468,6 +469,27 @@ class HostDriver(HostCalls):
     @driver_call("cuGraphGetNodes")
     def graph_node_types(self, graph: int) -> tuple[str, ...]:
         return tuple(node.work.node_type for node in self._graphs[graph].nodes)
+
+    @driver_call("cuGraphGetEdges")
+    def graph_edges(self, graph: int) -> tuple[tuple[int, int], ...]:
+        nodes = self._graphs[graph].nodes
+        return tuple((nodes[before].handle, node.handle) for node in nodes for before in sorted(node.dependencies))
+
+    @driver_call("cuGraphKernelNodeSetParams")
+    def graph_kernel_node_set_params(
+        self, node: int, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int
+    ) -> None:
+        self._node(node).replace(self._kernel_call(function, grid, block, shared_bytes, params))
+
+    @driver_call("cuGraphMemcpyNodeSetParams")
+    def graph_memcpy_node_set_params(self, node: int, dst: int, src: int, nbytes: int, context: int) -> None:
+        self._contexts.require_same(context)
+        self._node(node).replace(self._device_copy(dst, src, nbytes))
+
+    @driver_call("cuGraphMemsetNodeSetParams")
+    def graph_memset_node_set_params(self, node: int, dst: int, value: int, nbytes: int, context: int) -> None:
+        self._contexts.require_same(context)
+        self._node(node).replace(self._fill(dst, value, nbytes))
 
     @driver_call("cuGraphInstantiate", unsafe=True)
     def graph_instantiate(self, graph: int) -> int:
@@ -482,6 +504,30 @@ class HostDriver(HostCalls):
         """Replays already queued still run."""
         self._graph_execs.remove(graph_exec)
 
+    @driver_call("cuGraphExecKernelNodeSetParams")
+    def graph_exec_kernel_node_set_params(
+        self, graph_exec: int, node: int, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int
+    ) -> None:
+        self._replace(graph_exec, node, self._kernel_call(function, grid, block, shared_bytes, params))
+
+    @driver_call("cuGraphExecMemcpyNodeSetParams")
+    def graph_exec_memcpy_node_set_params(
+        self, graph_exec: int, node: int, dst: int, src: int, nbytes: int, context: int
+    ) -> None:
+        self._contexts.require_same(context)
+        self._replace(graph_exec, node, self._device_copy(dst, src, nbytes))
+
+    @driver_call("cuGraphExecMemsetNodeSetParams")
+    def graph_exec_memset_node_set_params(
+        self, graph_exec: int, node: int, dst: int, value: int, nbytes: int, context: int
+    ) -> None:
+        self._contexts.require_same(context)
+        self._replace(graph_exec, node, self._fill(dst, value, nbytes))
+
+    @driver_call("cuGraphExecUpdate", unsafe=True)
+    def graph_exec_update(self, graph_exec: int, graph: int) -> None:
+        self._graph_execs[graph_exec].update(self._graphs[graph])
+
     @driver_call("cuGraphUpload")
     def graph_upload(self, graph_exec: int, stream: int) -> None:
         """A replay's checks, ahead of it; there is nothing to upload."""
@@ -494,7 +540,7 @@ class HostDriver(HostCalls):
         target = self._not_capturing(self._stream(stream), "cuGraphLaunch")
         replayed = self._graph_execs[graph_exec]
         replayed.check()
-        self._executor.push(target, GraphRun(replayed))
+        self._executor.push(target, GraphRun(replayed.nodes))
 
     # What several calls share
 
@@ -522,6 +568,42 @@ class HostDriver(HostCalls):
             capture = self._captures.in_progress(mark, function)
             capture.refuse("CUDA_ERROR_CAPTURED_EVENT", f"{function} of event 0x{event:x}, last recorded in a capture")
         return mark
+
+    def _node(self, handle: int) -> GraphNode:
+        for graph in self._graphs.values():
+            index = graph.index(handle)
+            if index is not None:
+                return graph.nodes[index]
+        raise Failure("CUDA_ERROR_INVALID_VALUE", f"0x{handle:x} is no node of a live graph")
+
+    def _replace(self, graph_exec: int, node: int, work: Operation) -> None:
+        """New parameters for a node of an executable; the graph that it was made from must be alive."""
+        changed = self._graph_execs[graph_exec]
+        index = changed.graph.index(node)
+        if index is None or changed.graph not in self._graphs.values():
+            raise Failure(
+                "CUDA_ERROR_INVALID_VALUE",
+                f"0x{node:x} is no node of the live graph that executable 0x{graph_exec:x} was made from",
+            )
+        changed.replace(index, work)
+
+    def _kernel_call(self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int) -> KernelCall:
+        loaded = self._functions[function]
+        self._device.require_launchable(loaded, grid, block, shared_bytes)
+        return KernelCall(loaded, read_arguments(loaded.image, params), grid, block, shared_bytes, self._memory)
+
+    def _device_copy(self, dst: int, src: int, nbytes: int) -> Copy:
+        if abs(dst - src) < nbytes:
+            raise Failure(
+                "CUDA_ERROR_INVALID_VALUE",
+                f"{nbytes} bytes at 0x{src:x} and at 0x{dst:x} overlap, which leaves the result undefined",
+            )
+        return Copy(self._memory.range(dst, nbytes, "destination"), self._memory.range(src, nbytes, "source"))
+
+    def _fill(self, dst: int, value: int, nbytes: int) -> Fill:
+        if not 0 <= value <= 0xFF:
+            raise Failure("CUDA_ERROR_INVALID_VALUE", f"memset value {value} is no byte")
+        return Fill(self._memory.range(dst, nbytes, "destination"), value)
 
     def _submit(self, stream: Stream, work: Operation) -> None:
         """Record ``work`` where ``stream`` is capturing, and queue it where it is not."""

@@ -78,7 +78,7 @@ class HostCalls:
         # One sequence for every kind, so that no handle is valid as another kind's.
         self._handles = count(0x1000)
         self._contexts = Contexts(self._handles)
-        self._captures = Captures()
+        self._captures = Captures(self._handles)
         self._injected: list[InjectedFailure] = []
 
     @property

@@ -65,6 +65,12 @@ class Contexts:
             raise Failure("CUDA_ERROR_INVALID_CONTEXT", f"no context is current on {threading.current_thread().name}")
         return self._stack.contexts.pop()
 
+    def require_same(self, context: int) -> None:
+        """Refuse parameters of a node for another context than the current one."""
+        current = self.current
+        if context != current:
+            raise Failure("CUDA_ERROR_INVALID_CONTEXT", f"context 0x{context:x} is given, 0x{current:x} is current")
+
     def require_primary(self) -> None:
         """Refuse a thread on which the primary context is not current."""
         current = self.current

@@ -9,14 +9,14 @@ on, and then ends without a graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from nxrt_cuda.driver.base import CaptureMode
 from nxrt_cuda.driver.host_failure import Failure
 from nxrt_cuda.driver.host_stream import Stream
-from nxrt_cuda.driver.host_work import Operation
+from nxrt_cuda.driver.host_work import KernelCall, Operation
 
 __all__ = ["Capture", "CapturedMark", "Captures", "Graph", "GraphExec", "GraphNode", "GraphRun"]
 
@@ -24,19 +24,28 @@ Tail = frozenset[int]
 """The nodes, by index, that the next node of a stream must wait for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GraphNode:
-    """Recorded work and the nodes it must come after."""
+    """Recorded work, which may be replaced, and the nodes it must come after."""
 
+    handle: int
     work: Operation
     dependencies: Tail
 
+    def replace(self, work: Operation) -> None:
+        _require_alike(self.work, work)
+        self.work = work
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Graph:
     """Nodes in the order they were recorded in; dependencies point backwards."""
 
     nodes: tuple[GraphNode, ...]
+
+    def index(self, handle: int) -> int | None:
+        """The position of the node ``handle``; None where it is another graph's."""
+        return next((index for index, node in enumerate(self.nodes) if node.handle == handle), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +65,12 @@ class Capture:
         invalidated_by: the first illegal act, in words.
     """
 
-    def __init__(self, origin: Stream, mode: CaptureMode) -> None:
+    def __init__(self, origin: Stream, mode: CaptureMode, handles: Iterator[int]) -> None:
         self.mode = mode
         self.thread = threading.current_thread()
         self.invalidated_by: str | None = None
         self._origin = origin
+        self._handles = handles
         self._nodes: list[GraphNode] = []
         self._tails: dict[Stream, Tail] = {origin: frozenset()}
         origin.capture = self
@@ -68,8 +78,13 @@ class Capture:
     def record(self, stream: Stream, work: Operation) -> None:
         """Append ``work`` to ``stream``'s part of the graph."""
         self._require_valid()
-        self._nodes.append(GraphNode(work, self._tails[stream]))
+        self._nodes.append(GraphNode(next(self._handles), work, self._tails[stream]))
         self._tails[stream] = frozenset({len(self._nodes) - 1})
+
+    def dependencies(self, stream: Stream) -> tuple[int, ...]:
+        """The nodes, by handle, that the next work of ``stream`` will come after."""
+        self._require_valid()
+        return tuple(self._nodes[index].handle for index in sorted(self._tails[stream]))
 
     def mark(self, stream: Stream) -> CapturedMark:
         self._require_valid()
@@ -134,14 +149,15 @@ class _Mode(threading.local):
 class Captures:
     """The captures in progress, and which calls they forbid to whom."""
 
-    def __init__(self) -> None:
+    def __init__(self, handles: Iterator[int]) -> None:
+        self._handles = handles
         self._open: list[Capture] = []
         self._mode = _Mode()
 
     def begin(self, stream: Stream, mode: CaptureMode) -> None:
         if stream.capture is not None:
             raise Failure("CUDA_ERROR_ILLEGAL_STATE", f"{stream} is capturing already")
-        self._open.append(Capture(stream, mode))
+        self._open.append(Capture(stream, mode, self._handles))
 
     def end(self, stream: Stream) -> Graph:
         capture = stream.capture
@@ -209,7 +225,32 @@ class GraphExec:
     """
 
     def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        # Replaced and never changed, so that replays already queued keep what they had.
         self.nodes = tuple((index, graph.nodes[index].work) for index in _latest_first(graph.nodes))
+
+    def replace(self, index: int, work: Operation) -> None:
+        """Let the node at ``index`` do ``work`` in replays from now on."""
+        _require_alike(self.graph.nodes[index].work, work)
+        self.nodes = tuple((position, work if position == index else present) for position, present in self.nodes)
+
+    def update(self, graph: Graph) -> None:
+        """Take over the work of every node of ``graph``, which must have the same nodes in the same order."""
+        if [node.dependencies for node in graph.nodes] != [node.dependencies for node in self.graph.nodes]:
+            raise Failure(
+                "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE",
+                f"CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED: {len(self.graph.nodes)} nodes, and "
+                f"{len(graph.nodes)} in the graph given, or other dependencies",
+            )
+        for index, (mine, given) in enumerate(zip(self.graph.nodes, graph.nodes, strict=True)):
+            try:
+                _require_alike(mine.work, given.work)
+            except Failure as difference:
+                raise Failure(
+                    "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE",
+                    f"CU_GRAPH_EXEC_UPDATE_ERROR_PARAMETERS_CHANGED: node {index}: {difference.context}",
+                ) from None
+        self.nodes = tuple((index, graph.nodes[index].work) for index, _ in self.nodes)
 
     def check(self) -> None:
         """Refuse a replay that would touch memory or code that is gone."""
@@ -223,19 +264,30 @@ class GraphExec:
 
 @dataclass(frozen=True, slots=True)
 class GraphRun:
-    """One replay in a stream."""
+    """One replay in a stream, with the work that the executable had when it was queued."""
 
-    graph_exec: GraphExec
+    nodes: tuple[tuple[int, Operation], ...]
 
     def run(self) -> None:
-        for index, work in self.graph_exec.nodes:
+        for index, work in self.nodes:
             try:
                 work.run()
             except Failure as fault:
                 raise Failure(fault.name, f"node {index} ({work}): {fault.context}") from fault.__cause__
 
     def __str__(self) -> str:
-        return f"graph of {len(self.graph_exec.nodes)} nodes"
+        return f"graph of {len(self.nodes)} nodes"
+
+
+def _require_alike(present: Operation, work: Operation) -> None:
+    """Refuse ``work`` as new parameters of a node that does ``present``, unless only its operands differ."""
+    if present.node_type != work.node_type:
+        raise Failure("CUDA_ERROR_INVALID_VALUE", f"{work} in place of {present}")
+    if isinstance(present, KernelCall) and isinstance(work, KernelCall) and present.function is not work.function:
+        raise Failure("CUDA_ERROR_INVALID_VALUE", f"another function: {work} in place of {present}")
+    dead = work.dead_operand()
+    if dead is not None:
+        raise Failure("CUDA_ERROR_INVALID_VALUE", f"{work} refers to freed memory: {dead}")
 
 
 def _latest_first(nodes: Sequence[GraphNode]) -> list[int]:

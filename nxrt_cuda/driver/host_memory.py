@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from nxrt_cuda.driver.host_failure import Failure
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["CANARY", "Allocation", "DeviceMemory", "DeviceRange", "HostRange", "PinnedBlock", "PinnedMemory"]
+__all__ = ["CANARY", "Allocation", "DeviceMemory", "DeviceRange", "HostRange", "PinnedBlock", "PinnedMemory", "Release"]
 
 CANARY = 0xFF
 """Fresh memory is filled with this byte: NaN in every float type, -1 in every signed integer."""
@@ -41,13 +42,14 @@ _GUARD = 1 << 16
 class Allocation:
     """One device allocation. Its bytes come into being when they are first touched."""
 
-    __slots__ = ("_bytes", "address", "is_freed", "nbytes", "serial")
+    __slots__ = ("_bytes", "address", "is_freed", "is_given_up", "nbytes", "serial")
 
     def __init__(self, serial: int, address: int, nbytes: int) -> None:
         self.serial = serial
         self.address = address
         self.nbytes = nbytes
         self.is_freed = False
+        self.is_given_up = False
         self._bytes: NDArray[np.uint8] | None = None
 
     def bytes(self) -> NDArray[np.uint8]:
@@ -114,14 +116,19 @@ class DeviceMemory:
         self.live += 1
         return address
 
-    def free(self, ptr: int) -> None:
+    def give_up(self, ptr: int) -> Release:
+        """What frees the allocation at ``ptr`` when it runs; nothing else may free it from now on."""
         allocation = self.find(ptr)
         if allocation is None:
             raise Failure("CUDA_ERROR_INVALID_VALUE", f"0x{ptr:x} is not a device address")
-        if allocation.is_freed:
+        if allocation.is_given_up:
             raise Failure("CUDA_ERROR_INVALID_VALUE", f"{allocation} was freed before")
         if ptr != allocation.address:
             raise Failure("CUDA_ERROR_INVALID_VALUE", f"0x{ptr:x} is not the start of {allocation}")
+        allocation.is_given_up = True
+        return Release(self, allocation)
+
+    def reclaim(self, allocation: Allocation) -> None:
         allocation.free()
         self.used -= allocation.nbytes
         self.live -= 1
@@ -151,6 +158,20 @@ class DeviceMemory:
                 status, f"{what}: {nbytes} bytes at 0x{ptr:x} reach {excess} bytes past the end of {allocation}"
             )
         return DeviceRange(allocation, offset, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Gives one allocation back."""
+
+    memory: DeviceMemory
+    allocation: Allocation
+
+    def run(self) -> None:
+        self.memory.reclaim(self.allocation)
+
+    def __str__(self) -> str:
+        return f"release of {self.allocation}"
 
 
 class PinnedBlock:

@@ -85,6 +85,9 @@ STATUSES: Mapping[str, Status] = MappingProxyType(
         "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD": Status(
             908, "attempt to terminate a thread-local capture sequence from another thread"
         ),
+        "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE": Status(
+            910, "the graph update was not performed because it included changes which violated constraints"
+        ),
         "CUDA_ERROR_EXTERNAL_DEVICE": Status(
             911, "an async error has occurred in external entity outside of CUDA", DeviceFaultError
         ),

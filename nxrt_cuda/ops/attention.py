@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING
 from nxrt_cuda.dtype import DataType, float32, int32
 from nxrt_cuda.errors import KernelError, UnsupportedError
 from nxrt_cuda.kernel import CaptureSupport, Kernel, KernelFactory, WorkspaceRequirement, register
-from nxrt_cuda.launch import LaunchConfig, PreparedLaunch
+from nxrt_cuda.launch import KernelSpec, LaunchConfig, PreparedLaunch
 from nxrt_cuda.node import Node
 from nxrt_cuda.ops.attention_geometry import INPUT_NAMES, AttentionAttributes, AttentionGeometry
 from nxrt_cuda.ops.attention_variants import (
@@ -66,7 +66,7 @@ from nxrt_cuda.ops.attention_variants import (
     lowest_bit,
 )
 from nxrt_cuda.ops.operands import LastOperands, check_memory
-from nxrt_cuda.stats import WorkspaceStats
+from nxrt_cuda.stats import StatsTable, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ _PLAN_LIMIT = 64
 
 
 @dataclass(frozen=True)
-class AttentionLaunchStats:
+class AttentionLaunchStats(StatsTable):
     """What attention has done, per kernel object or in the whole process.
 
     Attributes:
@@ -99,6 +99,8 @@ class AttentionLaunchStats:
         variant: the kernel that served the last execution: ``"simt"``, ``"tensor_core"``, ``"decode"``.
         reason: why that one.
     """
+
+    TITLE = "attention"
 
     executions: int = 0
     launches: int = 0
@@ -228,7 +230,7 @@ class AttentionKernel(Kernel):
         if choice.variant is AttentionVariant.TENSOR_CORE:
             runtime.require_nvrtc_tensor_core_headers(op)
         function = runtime.function(attention_spec(choice.variant, dtype, geometry, alignment=alignment))
-        return _Plan(choice, config, runtime.prepare(function, config, *launch_arguments(geometry)))
+        return _Plan(choice, config, runtime.prepare(function, config, *launch_arguments(geometry), op=op))
 
     def _remember(self, key: tuple[object, ...], plan: _Plan) -> None:
         if len(self._plans) >= _PLAN_LIMIT:
@@ -265,6 +267,11 @@ class AttentionFactory(KernelFactory):
 
     def create(self, node: Node, shapes: Sequence[tuple[int, ...] | None]) -> AttentionKernel:
         return AttentionKernel(self.runtime, AttentionAttributes.from_node(node))
+
+    @classmethod
+    def kernel_specs(cls, compute_capability: tuple[int, int]) -> tuple[KernelSpec, ...]:
+        """Every variant and dtype at common and at extreme head sizes; a specialisation is of one head size."""
+        return kernel_specs()
 
     @classmethod
     def output_metadata(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[TensorMetadata, ...]:

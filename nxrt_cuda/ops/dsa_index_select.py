@@ -57,7 +57,7 @@ from nxrt_cuda.ops.dsa_variants import (
     select_spec,
 )
 from nxrt_cuda.ops.operands import LastOperands, check_memory, operand_label
-from nxrt_cuda.stats import WorkspaceLedger, WorkspaceStats
+from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
 from nxrt_cuda.workspace import Workspace, WorkspaceSlot
 
@@ -88,7 +88,7 @@ _PLAN_LIMIT = 64
 
 
 @dataclass(frozen=True)
-class DsaLaunchStats:
+class DsaLaunchStats(StatsTable):
     """What DsaIndexSelect kernels have launched.
 
     Attributes:
@@ -96,6 +96,8 @@ class DsaLaunchStats:
         score_launches, selection_launches: launches of either kernel.
         last_score_grid_x, last_selection_grid_x: blocks of the latest launch of either.
     """
+
+    TITLE = OP
 
     executions: int = 0
     score_launches: int = 0
@@ -329,6 +331,7 @@ class DsaIndexSelectKernel(Kernel):
                 dims.key_seq,
                 attributes.scale,
                 attributes.weights_scale,
+                op=OP,
             ),
             runtime.prepare(
                 select,
@@ -337,6 +340,7 @@ class DsaIndexSelectKernel(Kernel):
                 dims.rows,
                 dims.key_seq,
                 attributes.top_k,
+                op=OP,
             ),
         )
 
@@ -356,6 +360,24 @@ class DsaIndexSelectFactory(KernelFactory):
             KernelError: an attribute is missing, ill-typed, out of range or outside the v1 ABI.
         """
         return DsaIndexSelectKernel(self.runtime, _Attributes.read(node), self.runtime.capabilities.max_grid_dim_x)
+
+    @classmethod
+    def output_metadata(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[TensorMetadata, ...]:
+        """``selected_indices``: [B, 1, S, top_k] int64."""
+        query = inputs[0]
+        assert query is not None
+        batch, q_seq = query.shape[:2]
+        return (TensorMetadata(int64, (batch, 1, q_seq, _Attributes.read(node).top_k)),)
+
+    @classmethod
+    def batch_inputs(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[int, ...]:
+        """All four."""
+        return tuple(range(len(inputs)))
+
+    @classmethod
+    def kernel_specs(cls, compute_capability: tuple[int, int]) -> tuple[KernelSpec, ...]:
+        """All that the operator can launch."""
+        return kernel_specs()
 
     def create_kernel_with_grid_limit(self, node: Node, max_grid_x: int) -> DsaIndexSelectKernel:
         """A kernel that launches no more than ``max_grid_x`` blocks, for tests of the grid stride.

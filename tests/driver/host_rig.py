@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,13 @@ AXPY = HostImage("axpy.cu", "axpy", (("x", "ptr"), ("y", "ptr"), ("n", "i32"), (
 
 def image(entry: str, *params: tuple[str, str], threads: int = 1024) -> HostImage:
     return HostImage(f"{entry}.cu", entry, params, (), threads)
+
+
+def packed(image: HostImage, *values: float) -> tuple[tuple[list[Any], Any], int]:
+    """Argument storage, which the caller keeps, and the address of the array of pointers to it."""
+    storage = [_CTYPES[kind](value) for (_, kind), value in zip(image.params, values, strict=True)]
+    pointers = (ctypes.c_uint64 * len(storage))(*map(ctypes.addressof, storage))
+    return (storage, pointers), ctypes.addressof(pointers)
 
 
 class Rig:
@@ -78,10 +86,9 @@ class Rig:
         stream: int | None = None,
     ) -> None:
         """Queue one launch; the argument storage is overwritten and dropped once the call returns."""
-        storage = [_CTYPES[kind](value) for (_, kind), value in zip(image.params, values, strict=True)]
-        pointers = (ctypes.c_uint64 * len(storage))(*map(ctypes.addressof, storage))
+        (storage, _pointers), params = packed(image, *values)
         stream = self.stream if stream is None else stream
-        self.driver.launch_kernel(function, grid, block, shared_bytes, stream, ctypes.addressof(pointers))
+        self.driver.launch_kernel(function, grid, block, shared_bytes, stream, params)
         for item in storage:
             ctypes.memset(ctypes.addressof(item), 0xEE, ctypes.sizeof(item))
 

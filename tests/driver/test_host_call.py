@@ -14,7 +14,7 @@ from nxrt_cuda.driver.host import HostDriver, LiveObjects
 from nxrt_cuda.driver.host_device import ATTRIBUTES
 from nxrt_cuda.driver.status import STATUSES, error_class, is_fault
 from nxrt_cuda.errors import DeviceFaultError, DriverError, NoDeviceError, OutOfMemoryError
-from tests.driver.host_rig import AXPY, Rig, image, in_thread, refused
+from tests.driver.host_rig import AXPY, Rig, image, in_thread, packed, refused
 
 CALLS = sorted(name for name, value in vars(Driver).items() if callable(value) and not name.startswith("_"))
 
@@ -32,7 +32,19 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
     driver.event_record(event, stream)
     driver.event_synchronize(event)
     driver.stream_begin_capture(stream, CaptureMode.THREAD_LOCAL)
+    nodes: list[int] = []
+    for work in (
+        lambda: rig.launch(function, AXPY, ptr, other, 1, 0.0),
+        lambda: driver.memcpy_dtod_async(other, ptr, 64, stream),
+        lambda: driver.memset_d8_async(ptr, 0, 64, stream),
+    ):
+        work()
+        nodes += driver.stream_capture_dependencies(stream)
+    kernel, copy, fill = nodes
     graph = driver.stream_end_capture(stream)
+    arguments, params = packed(AXPY, ptr, other, 1, 0.0)
+    as_launched = (function, (1, 1, 1), (32, 1, 1), 0, params)
+    as_copied, as_filled = (other, ptr, 64, rig.context), (ptr, 1, 64, rig.context)
     graph_exec = driver.graph_instantiate(graph)
     driver.stream_begin_capture(recording, CaptureMode.RELAXED)
     return {
@@ -58,6 +70,7 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
         "event_elapsed_time": lambda: driver.event_elapsed_time(event, event),
         "mem_alloc": lambda: driver.mem_alloc(64),
         "mem_free": lambda: driver.mem_free(ptr),
+        "mem_free_async": lambda: driver.mem_free_async(ptr, stream),
         "mem_get_info": driver.mem_get_info,
         "mem_host_alloc": lambda: driver.mem_host_alloc(64),
         "mem_host_free": lambda: driver.mem_host_free(pinned),
@@ -76,8 +89,24 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
         "stream_begin_capture": lambda: driver.stream_begin_capture(spare, CaptureMode.THREAD_LOCAL),
         "stream_end_capture": lambda: driver.stream_end_capture(recording),
         "stream_capture_status": lambda: driver.stream_capture_status(stream),
+        "stream_capture_dependencies": lambda: driver.stream_capture_dependencies(recording),
         "thread_exchange_capture_mode": lambda: driver.thread_exchange_capture_mode(CaptureMode.GLOBAL),
         "graph_node_types": lambda: driver.graph_node_types(graph),
+        "graph_edges": lambda: driver.graph_edges(graph),
+        # "arguments" is what keeps the memory behind "params" alive.
+        "graph_kernel_node_set_params": lambda: arguments and driver.graph_kernel_node_set_params(kernel, *as_launched),
+        "graph_memcpy_node_set_params": lambda: driver.graph_memcpy_node_set_params(copy, *as_copied),
+        "graph_memset_node_set_params": lambda: driver.graph_memset_node_set_params(fill, *as_filled),
+        "graph_exec_kernel_node_set_params": lambda: (
+            arguments and driver.graph_exec_kernel_node_set_params(graph_exec, kernel, *as_launched)
+        ),
+        "graph_exec_memcpy_node_set_params": lambda: driver.graph_exec_memcpy_node_set_params(
+            graph_exec, copy, *as_copied
+        ),
+        "graph_exec_memset_node_set_params": lambda: driver.graph_exec_memset_node_set_params(
+            graph_exec, fill, *as_filled
+        ),
+        "graph_exec_update": lambda: driver.graph_exec_update(graph_exec, graph),
         "graph_instantiate": lambda: driver.graph_instantiate(graph),
         "graph_destroy": lambda: driver.graph_destroy(graph),
         "graph_exec_destroy": lambda: driver.graph_exec_destroy(graph_exec),

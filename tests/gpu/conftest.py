@@ -44,12 +44,13 @@ def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "tests/gpu/" in report.nodeid and (report.when == "call" or report.outcome == "skipped"):
+    if "tests/gpu/" in report.nodeid and (report.when == "call" or report.outcome != "passed"):
         _outcomes[report.outcome] += 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not session.config.getoption("--record"):
+    is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist; the controller sees all reports
+    if is_worker or not session.config.getoption("--record"):
         return
     if not _outcomes["passed"] or _outcomes["failed"]:
         raise pytest.UsageError(f"nothing to record: {dict(_outcomes)}")
