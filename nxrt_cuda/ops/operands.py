@@ -26,8 +26,9 @@ class LastOperands(Generic[Bound]):
     have been freed since. They are not kept alive.
     """
 
-    __slots__ = ("_bound", "_frees", "_references", "_runtime")
+    __slots__ = ("_absent", "_bound", "_frees", "_references", "_runtime")
 
+    _absent: int
     _bound: Bound | None
     _frees: int
     _references: tuple[Callable[[], Any], ...]
@@ -38,24 +39,28 @@ class LastOperands(Generic[Bound]):
 
     def find(self, operands: tuple[TensorView | None, ...]) -> Bound | None:
         """What was bound to these very objects, unless memory was freed since."""
-        if self._frees == self._runtime.explicit_frees and tuple(map(call, self._references)) == operands:
-            return self._bound
-        return None
+        if self._frees != self._runtime.explicit_frees:
+            return None
+        known = tuple(map(call, self._references))
+        # The reference of an operand that is gone gives None too, as an absent one does.
+        return self._bound if known == operands and known.count(None) == self._absent else None
 
     def remember(self, operands: tuple[TensorView | None, ...], bound: Bound) -> None:
         """``operands`` were checked, and ``bound`` has their addresses."""
-        self._references = tuple([_absent if view is None else weakref.ref(view) for view in operands])
+        self._references = tuple([_nothing if view is None else weakref.ref(view) for view in operands])
+        self._absent = operands.count(None)
         self._frees = self._runtime.explicit_frees
         self._bound = bound
 
     def forget(self) -> None:
         """Nothing is bound until the next :meth:`remember`."""
         self._references = ()
+        self._absent = 0
         self._frees = -1
         self._bound = None
 
 
-def _absent() -> None:
+def _nothing() -> None:
     return None
 
 
