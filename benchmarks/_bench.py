@@ -26,7 +26,18 @@ from benchmarks._environment import missing
 from benchmarks._timing import DeviceClock, Subject, Timing, time_subjects
 from benchmarks._torch import TorchPeer
 
-__all__ = ["Bench", "Comparison", "Peer", "WrongResultError", "first_line", "normal", "progress", "relative_error"]
+__all__ = [
+    "Bench",
+    "Comparison",
+    "Operands",
+    "Peer",
+    "Warmed",
+    "WrongResultError",
+    "first_line",
+    "normal",
+    "progress",
+    "relative_error",
+]
 
 _OURS = "nxrt_cuda"
 
@@ -73,14 +84,21 @@ class Bench:
         """How many sets of ``nbytes`` to go round so that no set stays in the L2 cache."""
         return min(max(1, math.ceil(2 * self.runtime.capabilities.l2_cache_bytes / max(nbytes, 1))), _MAX_SETS)
 
-    def compare(
-        self, kernel: nx.Kernel, call: Callable[[int], None], sets: int, peers: Mapping[str, Peer]
-    ) -> Comparison:
-        """Time a warmed kernel, called as ``call(set)``, and PyTorch's calls beside it, in turns."""
-        calls = self._calls(partial(call, 0))
-        with self.runtime.capture([kernel]) as graph:
+    def warm(self, node: nx.Node, nbytes: int, draw: Callable[[], Operands]) -> Warmed:
+        """A kernel for ``node`` that has run on each of several sets of operands, of ``nbytes`` each."""
+        sets = [draw() for _ in range(self.operand_sets(nbytes))]
+        warmed = Warmed(nx.create_kernel(self.runtime, node, [tensor.shape for tensor in sets[0].inputs]), sets)
+        for i in range(len(sets)):
+            warmed.call(i)
+        return warmed
+
+    def compare(self, warmed: Warmed, peers: Mapping[str, Peer]) -> Comparison:
+        """Time a warmed kernel, and PyTorch's calls beside it, in turns."""
+        sets = len(warmed.sets)
+        calls = self._calls(partial(warmed.call, 0))
+        with self.runtime.capture([warmed.kernel]) as graph:
             for i in range(calls):
-                call(i % sets)
+                warmed.call(i % sets)
         subjects = {_OURS: Subject(graph.replay, calls)}
         errors: dict[str, float] = {}
         refused: dict[str, str] = {}
@@ -105,6 +123,33 @@ class Bench:
     def _calls(self, call: Callable[[], object]) -> int:
         low, high = _CALLS
         return min(max(low, math.ceil(_GRAPH_MS / median(self.clock.intervals(call, 3)))), high)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One set of operands: the inputs' values, and the tensors."""
+
+    arrays: tuple[NDArray[Any], ...]
+    inputs: tuple[nx.TensorMut, ...]
+    output: nx.TensorMut
+
+    @classmethod
+    def upload(cls, runtime: nx.CudaRuntime, arrays: Sequence[NDArray[Any]], poison: NDArray[Any]) -> Operands:
+        """Tensors of ``arrays``, and an output that holds ``poison`` until it is written."""
+        return cls(tuple(arrays), tuple(map(runtime.from_array, arrays)), runtime.from_array(poison))
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """A kernel, and the sets of operands that it is called on."""
+
+    kernel: nx.Kernel
+    sets: Sequence[Operands]
+
+    def call(self, i: int) -> None:
+        """Execute on one of the sets."""
+        operands = self.sets[i]
+        self.kernel.execute(operands.inputs, [operands.output])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nxrt_cuda as nx
-from benchmarks._bench import Bench, Peer, WrongResultError, normal, progress, relative_error
+from benchmarks._bench import Bench, Operands, Peer, WrongResultError, normal, progress, relative_error
 from benchmarks._harness import run
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._torch import TorchPeer
@@ -123,18 +123,10 @@ _QUICK_CASES = (
 )
 
 
-@dataclass(frozen=True)
-class _Operands:
-    arrays: tuple[NDArray[Any], ...]
-    inputs: tuple[nx.TensorMut, ...]
-    output: nx.TensorMut
-
-    @classmethod
-    def draw(cls, case: Case, runtime: nx.CudaRuntime, rng: np.random.Generator) -> _Operands:
-        """Random inputs, and an output of NaN, which nothing but an attention result can replace."""
-        arrays = tuple(normal(rng, shape, case.element) for shape in case.shapes)
-        poison = np.full(case.shapes[0], np.nan, case.element.numpy)
-        return cls(arrays, tuple(map(runtime.from_array, arrays)), runtime.from_array(poison))
+def _draw(case: Case, runtime: nx.CudaRuntime, rng: np.random.Generator) -> Operands:
+    """Random inputs, and an output of NaN, which nothing but an attention result can replace."""
+    arrays = [normal(rng, shape, case.element) for shape in case.shapes]
+    return Operands.upload(runtime, arrays, np.full(case.shapes[0], np.nan, case.element.numpy))
 
 
 @dataclass(frozen=True)
@@ -172,26 +164,18 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    runtime = bench.runtime
-    sets = [_Operands.draw(case, runtime, rng) for _ in range(bench.operand_sets(case.nbytes))]
-    kernel = nx.create_kernel(runtime, case.node, case.shapes)
-
-    def call(i: int) -> None:
-        kernel.execute(sets[i].inputs, [sets[i].output])
-
-    for i in range(len(sets)):
-        call(i)
-    arrays = sets[0].arrays
+    warmed = bench.warm(case.node, case.nbytes, partial(_draw, case, bench.runtime, rng))
+    sets, arrays = warmed.sets, warmed.sets[0].arrays
     spots = [
         _Spot.compute(case, arrays, 0, 0, 0),
         _Spot.compute(case, arrays, case.batch - 1, case.heads // 2, case.seq_q // 2),
         _Spot.compute(case, arrays, case.batch - 1, case.heads - 1, max(0, case.seq_q - _CHECKED_ROWS)),
     ]
     error = _check(case, sets, spots)
-    compared = bench.compare(kernel, call, len(sets), _torch_peers(bench.torch, case, sets, spots))
+    compared = bench.compare(warmed, _torch_peers(bench.torch, case, sets, spots))
 
     rate, unit = case.rate(compared.ours.ms)
-    stats = kernel.launch_stats()
+    stats = warmed.kernel.launch_stats()
     progress(f"{case.label}: {milliseconds(compared.ours.ms)} ms, {rate:.2f} {unit}, relative error {error:.1e}")
     return {
         "case": case.label,
@@ -206,7 +190,7 @@ def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, An
     }
 
 
-def _check(case: Case, sets: Sequence[_Operands], spots: Sequence[_Spot]) -> float:
+def _check(case: Case, sets: Sequence[Operands], spots: Sequence[_Spot]) -> float:
     """The greatest relative error of the first set's spots; every element of all sets must be written."""
     for operands in sets:
         if not np.isfinite(operands.output.numpy()).all():
@@ -227,7 +211,7 @@ def _greatest_error(output: Any, spots: Sequence[_Spot], to_numpy: Callable[[Any
 
 
 def _torch_peers(
-    peer: TorchPeer | None, case: Case, sets: Sequence[_Operands], spots: Sequence[_Spot]
+    peer: TorchPeer | None, case: Case, sets: Sequence[Operands], spots: Sequence[_Spot]
 ) -> dict[str, Peer]:
     """PyTorch's backends."""
     if peer is None:

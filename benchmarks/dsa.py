@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from math import prod
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nxrt_cuda as nx
-from benchmarks._bench import Bench, Peer, WrongResultError, normal, progress
+from benchmarks._bench import Bench, Operands, Peer, WrongResultError, normal, progress
 from benchmarks._harness import run
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._torch import TorchPeer
@@ -101,19 +102,11 @@ _QUICK_CASES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class _Operands:
-    arrays: tuple[NDArray[Any], ...]
-    inputs: tuple[nx.TensorMut, ...]
-    output: nx.TensorMut
-
-    @classmethod
-    def draw(cls, case: Case, runtime: nx.CudaRuntime, rng: np.random.Generator) -> _Operands:
-        """Random inputs under a causal bias, and an output that no selection contains."""
-        query, key, weights, _ = case.shapes
-        arrays = (*(normal(rng, shape, case.element) for shape in (query, key, weights)), _causal_bias(case))
-        poison = np.full(case.output_shape, _POISON, np.int64)
-        return cls(arrays, tuple(map(runtime.from_array, arrays)), runtime.from_array(poison))
+def _draw(case: Case, runtime: nx.CudaRuntime, rng: np.random.Generator) -> Operands:
+    """Random inputs under a causal bias, and an output that no selection contains."""
+    *shapes, _ = case.shapes
+    arrays = (*(normal(rng, shape, case.element) for shape in shapes), _causal_bias(case))
+    return Operands.upload(runtime, arrays, np.full(case.output_shape, _POISON, np.int64))
 
 
 def _causal_bias(case: Case) -> NDArray[np.float32]:
@@ -130,17 +123,9 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    runtime = bench.runtime
-    sets = [_Operands.draw(case, runtime, rng) for _ in range(bench.operand_sets(case.nbytes))]
-    kernel = nx.create_kernel(runtime, case.node, case.shapes)
-
-    def call(i: int) -> None:
-        kernel.execute(sets[i].inputs, [sets[i].output])
-
-    for i in range(len(sets)):
-        call(i)
-    checked = _check(case, sets)
-    compared = bench.compare(kernel, call, len(sets), _torch_peers(bench.torch, case, sets))
+    warmed = bench.warm(case.node, case.nbytes, partial(_draw, case, bench.runtime, rng))
+    checked = _check(case, warmed.sets)
+    compared = bench.compare(warmed, _torch_peers(bench.torch, case, warmed.sets))
     progress(f"{case.label}: {milliseconds(compared.ours.ms)} ms, {checked} row(s) checked")
     return {
         "case": case.label,
@@ -151,7 +136,7 @@ def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, An
     }
 
 
-def _check(case: Case, sets: Sequence[_Operands]) -> int:
+def _check(case: Case, sets: Sequence[Operands]) -> int:
     """Compare rows of the first set with the oracle; every element of all sets must be written."""
     for operands in sets:
         selected = operands.output.numpy()
@@ -174,7 +159,7 @@ def _check(case: Case, sets: Sequence[_Operands]) -> int:
 # PyTorch.
 
 
-def _torch_peers(peer: TorchPeer | None, case: Case, sets: Sequence[_Operands]) -> dict[str, Peer]:
+def _torch_peers(peer: TorchPeer | None, case: Case, sets: Sequence[Operands]) -> dict[str, Peer]:
     if peer is None:
         return {}
     torch = peer.torch

@@ -54,7 +54,7 @@ def check_arch(arch: str, nvrtc: Nvrtc) -> None:
 def _unknown_arch(arch: str, nvrtc: Nvrtc) -> CompileError:
     known = ", ".join(f"sm_{number}" for number in nvrtc.archs)
     return CompileError(
-        f"{nvrtc} ({nvrtc.path}) cannot compile for {arch}; it knows {known}, "
+        f"{nvrtc} ({nvrtc.path}) cannot compile for {arch!r}; it knows {known}, "
         "with the suffix a from sm_90 and f from sm_100. Name one of these, or install an NVRTC that knows yours: "
         "newer devices need a newer nvidia-cuda-nvrtc, and those before sm_75 nvidia-cuda-nvrtc-cu12",
         source="NVRTC",

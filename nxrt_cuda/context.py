@@ -36,10 +36,12 @@ __all__ = ["Capabilities", "PrimaryContext", "Session"]
 
 logger = logging.getLogger("nxrt_cuda")
 
-_CONTEXT_MISSING = frozenset(
-    f"CUDA_ERROR_{status}" for status in ("INVALID_CONTEXT", "CONTEXT_IS_DESTROYED", "INVALID_HANDLE")
-)
+_CONTEXT_DESTROYED = "CUDA_ERROR_CONTEXT_IS_DESTROYED"
+_CONTEXT_MISSING = frozenset({"CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_HANDLE", _CONTEXT_DESTROYED})
 """How the driver refuses a call made with no context, a dead one, or that of another device."""
+
+_PATIENCE = 0.2
+"""Seconds between two looks whether the thread whose capture is waited for still lives."""
 
 _SUSPECTS = 64
 """How many launches since the last good synchronise a fault report names."""
@@ -57,6 +59,7 @@ class Capabilities:
         shared_memory_per_block_optin: bytes a block can have after opting in.
         multiprocessor_count: SMs.
         l2_cache_bytes: bytes of L2.
+        memory_pools: whether the driver frees memory in stream order.
     """
 
     compute_capability: tuple[int, int]
@@ -66,6 +69,7 @@ class Capabilities:
     shared_memory_per_block_optin: int
     multiprocessor_count: int
     l2_cache_bytes: int
+    memory_pools: bool
 
     @classmethod
     def query(cls, driver: Driver, device: int) -> Capabilities:
@@ -87,6 +91,7 @@ class Capabilities:
             shared_memory_per_block_optin=max(shared, ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", shared)),
             multiprocessor_count=ask("MULTIPROCESSOR_COUNT", 1),
             l2_cache_bytes=ask("L2_CACHE_SIZE", 0),
+            memory_pools=bool(ask("MEMORY_POOLS_SUPPORTED", 0)),
         )
 
 
@@ -136,6 +141,13 @@ class PrimaryContext:
                 del self._retained[(id(self.driver), self.device)]
             self._users -= 1
 
+    def abandon(self) -> None:
+        """Give up one use without a driver call: the context is lost, or the parent process's."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                del self._retained[(id(self.driver), self.device)]
+
 
 _UNTRACED: AbstractContextManager[None] = nullcontext()
 
@@ -149,6 +161,68 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+class _Gate:
+    """The lock of one runtime: re-entrant, and kept by a capturing thread until its capture has ended.
+
+    Waiting cannot go on for ever: a thread that captures on one runtime is refused by all others, so that two
+    never wait for each other's capture; and the capture of a thread that has ended can be ended by nobody.
+
+    Attributes:
+        capturer: the thread that has a capture open, or None.
+    """
+
+    __slots__ = ("_lock", "capturer")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.capturer: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Wait until no other thread is in.
+
+        Raises:
+            CaptureError: this thread captures on another runtime; or the thread whose capture keeps this one
+                closed has ended.
+        """
+        capturing = _thread.capturing
+        if capturing is not None and capturing.lock is not self:
+            raise CaptureError(
+                "this call is illegal while this thread captures a CUDA graph on another runtime, which would not "
+                "record it; make it before or after the capture",
+                operation="another runtime",
+                state="capturing",
+            )
+        if not self._lock.acquire(False):
+            while not self._lock.acquire(timeout=_PATIENCE):
+                self._check_capturer()
+        if self.capturer is not None and capturing is None:
+            # A new thread may go by the identifier of one that has ended, which is all that the lock knows it by.
+            self._lock.release()
+            self._check_capturer()
+
+    def acquire_within(self, seconds: float) -> bool:
+        """Whether no other thread is in, at the latest after ``seconds``; whatever this thread captures."""
+        return self._lock.acquire(timeout=seconds)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    __enter__ = acquire
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()
+
+    def _check_capturer(self) -> None:
+        capturer = self.capturer
+        if capturer is not None and not capturer.is_alive():
+            raise CaptureError(
+                f"the thread {capturer.name!r} has ended without ending its capture of a CUDA graph, and no other "
+                "thread may; this runtime is of no use any more, open another, and capture within 'with rt.capture()'",
+                operation="waiting for a capture",
+                state="capturing",
+            )
+
+
 class Session:
     """The lock, the context and the fault state of one runtime.
 
@@ -156,7 +230,8 @@ class Session:
         driver: the driver.
         context: the context's handle.
         eager_sync: whether every launch and replay is waited for.
-        lock: held for the length of every call, and by the capturing thread for a whole capture.
+        lock: held for the length of every call, and by the capturing thread for a whole capture. Taking it
+            may raise CaptureError.
         capturing: whether a capture is open, for threads that hold ``lock``: it is theirs then.
         refusal: makes the error that every call now raises; None while the runtime is usable.
         suspects: labels of the work enqueued since the last good synchronise.
@@ -169,12 +244,13 @@ class Session:
         self.eager_sync = eager_sync
         self.driver = primary.driver
         self.context = primary.handle
-        self.lock = threading.RLock()
+        self.lock = _Gate()
         self.capturing = False
         self.refusal: Callable[[], NxrtError] | None = None
         self.suspects: deque[str] = deque(maxlen=_SUSPECTS)
         self._enqueued = 0
         self.dropped: deque[Callable[[], None]] = deque()
+        self._failing: set[Callable[[], None]] = set()
         self.tracer: Trace | None = None
         _sessions.add(self)
 
@@ -188,14 +264,12 @@ class Session:
             RuntimeStateError: the runtime is closed or was inherited through a fork.
             DeviceFaultError: the context is lost.
         """
+        if _thread.capturing not in (None, self):
+            raise _spoils_capture(operation)
         with self.lock:
             self.check_usable()
-            if _thread.capturing is not None and not in_capture:
-                raise CaptureError(
-                    f"{operation} is illegal while this thread captures a CUDA graph; do it before the capture",
-                    operation=operation,
-                    state="capturing",
-                )
+            if self.captures_here and not in_capture:
+                raise _spoils_capture(operation)
             with self.current():
                 yield self.driver
 
@@ -214,8 +288,11 @@ class Session:
             finally:
                 if present not in (0, self.context):
                     self.driver.ctx_pop_current()
-        except DeviceFaultError as fault:
-            raise self.poison(fault) from None
+        except DriverError as error:
+            # A context that is destroyed while it is current here is this one.
+            if isinstance(error, DeviceFaultError) or error.name == _CONTEXT_DESTROYED:
+                raise self.poison(error) from None
+            raise
 
     def enqueue(self, call: Callable[..., None], *arguments: object) -> None:
         """Make one call that puts work on the compute stream; the lock is held.
@@ -225,13 +302,6 @@ class Session:
         capture a failed call would spoil the graph: there the context is made current first.
         """
         if not self.capturing:
-            if _thread.capturing is not None:
-                raise CaptureError(
-                    "this thread captures a CUDA graph on another runtime, which would not record this; "
-                    "launch it before or after the capture",
-                    operation="launch",
-                    state="capturing",
-                )
             try:
                 call(*arguments)
                 return
@@ -258,11 +328,13 @@ class Session:
     def enter_capture(self) -> None:
         """The calling thread, which holds the lock, has opened a capture."""
         self.capturing = True
+        self.lock.capturer = threading.current_thread()
         _thread.capturing = self
 
     def leave_capture(self) -> None:
         """The calling thread's capture has ended."""
         self.capturing = False
+        self.lock.capturer = None
         _thread.capturing = None
 
     def enqueued(self, label: str) -> None:
@@ -282,11 +354,26 @@ class Session:
     def collect(self) -> None:
         """Make the calls that finalisers asked for; the lock is held and no capture is open.
 
-        One that fails is tried again the next time.
+        One that fails is tried again the next time, and is no error of the caller's from then on: what the driver
+        never takes back does not keep everything after it from being released.
         """
-        while self.dropped:
-            self.dropped[0]()
-            self.dropped.popleft()
+        failures = 0
+        while len(self.dropped) > failures:
+            release = self.dropped[0]
+            try:
+                release()
+            except DeviceFaultError:
+                raise
+            except DriverError as error:
+                if release not in self._failing:
+                    self._failing.add(release)
+                    raise
+                logger.warning("what was dropped cannot be released yet: %s", error)
+                self.dropped.rotate(-1)
+                failures += 1
+            else:
+                self._failing.discard(release)
+                self.dropped.popleft()
 
     def check_usable(self) -> None:
         if self.refusal is not None:
@@ -296,7 +383,7 @@ class Session:
         """Refuse every later call with ``message``."""
         self.refusal = lambda: RuntimeStateError(message)
 
-    def poison(self, fault: DeviceFaultError) -> NxrtError:
+    def poison(self, fault: DriverError) -> NxrtError:
         """Record the first fault of the context; what every later call raises."""
         if self.refusal is None:
             suspects = tuple(self.suspects)
@@ -317,6 +404,14 @@ class Session:
         return self.refusal()
 
 
+def _spoils_capture(operation: str) -> CaptureError:
+    return CaptureError(
+        f"{operation} is illegal while this thread captures a CUDA graph; do it before the capture",
+        operation=operation,
+        state="capturing",
+    )
+
+
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -325,7 +420,7 @@ def _refuse_after_fork() -> None:
     _thread.capturing = None
     for session in _sessions:
         # The parent's thread may have held the lock; this child owns nothing that it guards.
-        session.lock = threading.RLock()
+        session.lock = _Gate()
         session.capturing = False
         session.refuse(
             "this runtime was inherited through fork, and CUDA does not survive a fork; "

@@ -44,11 +44,18 @@ def open_runtime(
 
     Raises:
         NoDeviceError: a CUDA device was named, and there is no driver or no such device.
-        RuntimeStateError: ``device`` is not of these forms, or an option does not go with it, or this
-            process was forked from one that has used CUDA.
+        RuntimeStateError: ``device`` is not of these forms, ``pool_limit`` is negative, ``stream`` is no stream, is
+            the per-thread default stream, or does not go with ``device``; or this process was forked from one that
+            has used CUDA.
+        DriverError: the driver refuses, for example because the device is in use exclusively.
+        DeviceFaultError: this process has lost the device's context to an earlier fault.
     """
+    if pool_limit is not None and not (isinstance(pool_limit, int) and pool_limit >= 0):
+        raise RuntimeStateError(f"pool_limit must be a whole number of bytes >= 0, got {pool_limit!r}")
     if device is None:
         device = "cuda:0" if _has_gpu() else "host"
+    if not isinstance(device, str):
+        raise RuntimeStateError(f"device must be 'cuda', 'cuda:<ordinal>' or 'host', got {device!r}")
     kind, _, ordinal = device.partition(":")
     if device != "host" and (kind != "cuda" or not (device == "cuda" or (ordinal.isascii() and ordinal.isdigit()))):
         raise RuntimeStateError(f"device must be 'cuda', 'cuda:<ordinal>' or 'host', got {device!r}")

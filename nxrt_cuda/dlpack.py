@@ -14,9 +14,9 @@ from nxrt_cuda import dtype as dt
 from nxrt_cuda.errors import TensorError
 from nxrt_cuda.tensor import TensorMetadata
 
-__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Borrowed", "borrow", "make_capsule"]
+__all__ = ["CPU", "CUDA", "CUDA_MANAGED", "Borrowed", "borrow", "make_capsule"]
 
-CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+CPU, CUDA, CUDA_MANAGED = 1, 2, 13
 
 _READ_ONLY = 1
 _NAME, _NAME_VERSIONED = b"dltensor", b"dltensor_versioned"

@@ -25,17 +25,19 @@ class SegmentPicture:
     """What is drawn of one segment.
 
     Attributes:
-        activities: the work that the runtime recorded, in stream order.
+        activities: the work that the runtime recorded, in the order of recording.
         node_types: the driver's types of all nodes; another library that worked on the captured stream has added
             those that the runtime does not know.
+        arrows: which of ``activities`` come before which, by index.
     """
 
     activities: Sequence[Activity]
     node_types: Sequence[str]
+    arrows: Sequence[tuple[int, int]] = ()
 
 
 def to_dot(name: str, segments: Iterable[SegmentPicture]) -> str:
-    """The text of a ``digraph``; work follows in the order of the stream, and segments in that of their replay."""
+    """The text of a ``digraph``; arrows say what waits for what, and segments follow in the order of their replay."""
     lines = [f"digraph {_quoted(name)} {{", _HEADER, f"  label={_quoted(name)};"]
     last: str | None = None
     for number, segment in enumerate(segments):
@@ -51,8 +53,7 @@ def to_dot(name: str, segments: Iterable[SegmentPicture]) -> str:
                 for node, (label, fill) in zip(names, boxes, strict=True)
             ),
         ]
-        if len(names) > 1:
-            lines.append(f"    {' -> '.join(names)};")
+        lines += [f"    {names[before]} -> {names[after]};" for before, after in segment.arrows]
         lines.append("  }")
         if names:
             if last is not None:

@@ -51,7 +51,7 @@ class DataType:
         return self.name
 
     def __repr__(self) -> str:
-        return f"nxrt_cuda.{self.numpy.name}"
+        return "nxrt_cuda.bool_" if self.numpy == np.bool_ else f"nxrt_cuda.{self.numpy.name}"
 
 
 float32 = DataType("Float32", np.dtype(np.float32), "float", "f32")

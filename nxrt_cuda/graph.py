@@ -16,29 +16,33 @@ was recorded. Closing it, or dropping it, lets go of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nxrt_cuda.activity import Activity
 from nxrt_cuda.context import Session
 from nxrt_cuda.dot import SegmentPicture, to_dot
-from nxrt_cuda.driver.base import CaptureMode, Driver
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
 from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, GraphError
+from nxrt_cuda.rebind import HalfRebound, rebind
+from nxrt_cuda.segment import Node, Segment, Work
 from nxrt_cuda.stats import RuntimeCounters
 from nxrt_cuda.streams import Streams
 
 if TYPE_CHECKING:
-    from nxrt_cuda.kernel import DeviceGraphResource, Kernel
+    from nxrt_cuda.capture import DeviceGraphResource
+    from nxrt_cuda.kernel import Kernel
     from nxrt_cuda.tensor import MemoryOwner, TensorView
 
 __all__ = ["CapturedGraph", "GraphRecorder", "GraphSlot"]
 
-_LEGACY_STREAMS = (0, 1, 2)
-"""NULL, ``CU_STREAM_LEGACY`` and ``CU_STREAM_PER_THREAD``: not streams of anybody's own."""
+_LEGACY_STREAMS = (0, 1)
+"""NULL and ``CU_STREAM_LEGACY``: not streams of anybody's own."""
 
 
 class GraphSlot(Enum):
@@ -47,30 +51,9 @@ class GraphSlot(Enum):
     PRIMARY = "primary"
     VERIFY = "verify"
 
-
-@dataclass
-class _Segment:
-    """One instantiated graph and what its replays refer to."""
-
-    graph: int
-    executable: int
-    node_types: tuple[str, ...]
-    kernels: tuple[str, ...]
-    activities: tuple[Activity, ...]
-    owners: tuple[MemoryOwner, ...]
-    resources: tuple[Any, ...]
-
-    def destroy(self, driver: Driver, name: str) -> None:
-        """Give the graph back and let go of what it refers to; after a failure, goes on where it stopped."""
-        if self.executable:
-            driver.graph_exec_destroy(self.executable)
-            self.executable = 0
-        if self.graph:
-            driver.graph_destroy(self.graph)
-            self.graph = 0
-        for owner in self.owners:
-            owner.pins.remove(name)
-        self.owners = self.resources = ()
+    @classmethod
+    def _missing_(cls, value: object) -> GraphSlot:
+        raise GraphError(f"there is no graph slot {value!r}; there are {', '.join(map(str, cls))}")
 
 
 class CapturedGraph:
@@ -78,7 +61,7 @@ class CapturedGraph:
 
     Attributes:
         name: as error messages call it.
-        replays: how often it was replayed.
+        replays: how many calls of :meth:`replay` and :meth:`replay_segment` have enqueued it.
     """
 
     def __init__(self, name: str, session: Session, streams: Streams, counters: RuntimeCounters) -> None:
@@ -88,9 +71,11 @@ class CapturedGraph:
         self._session = session
         self._streams = streams
         self._counters = counters
-        self._segments: tuple[_Segment, ...] = ()
+        self._segments: tuple[Segment, ...] = ()
         self._executables: tuple[int, ...] = ()
         self._closed = False
+        # Why no replay is possible any more; empty while it is.
+        self._broken = ""
 
     @property
     def is_closed(self) -> bool:
@@ -124,12 +109,54 @@ class CapturedGraph:
         """The graph as a picture in Graphviz's language (``dot -Tsvg``).
 
         One frame a segment; one box a kernel, copy or fill, with its operator, specialisation, grid, block and
-        shared memory. Work follows in the order of the stream that it was captured on.
+        shared memory. Arrows say what waits for what.
         """
-        return to_dot(self.name, [SegmentPicture(segment.activities, segment.node_types) for segment in self._segments])
+        return to_dot(self.name, [_picture(segment) for segment in self._segments])
+
+    def rebind(
+        self,
+        tensors: Mapping[TensorView, TensorView] = MappingProxyType({}),
+        *,
+        scalars: Mapping[tuple[int | str, str], float] = MappingProxyType({}),
+    ) -> None:
+        """Replace what the graph works on, without recording it again; replays from the next one on use it.
+
+        ``graph.rebind({x: y})`` puts ``y`` in the place of ``x`` in every kernel, copy and fill, and what was
+        recorded with a part of ``x`` gets the same part of ``y``. All pairs are replaced at once, so that
+        ``{a: b, b: a}`` swaps. Replays under way are not disturbed, and nothing waits for them: their memory is
+        given back, if nobody else has it, after they are done.
+
+        ``scalars={(0, "factor"): 2.0}`` changes a number that a kernel was launched with. A launch is named
+        by its index in :attr:`kernels`, or by its entry, which means every launch of that kernel.
+
+        It is all or nothing: after an error, replays do what they did before. Grids are not changed, nor is
+        what lies in device memory, such as pointers that a kernel reads from there.
+
+        Args:
+            tensors: the tensor to use for each one replaced. Dtype, shape and strides are the same, and the
+                address is as aligned as before (up to 32 bytes, the widest access of a kernel).
+            scalars: the value for each (launch, parameter).
+
+        Raises:
+            GraphError: a tensor or launch is not in the graph, the new tensor does not fit, or overlaps what
+                the same kernel works on; or the driver refused, with the node and its reason. Capture again.
+            DeviceMemoryError: a new tensor was freed, or belongs to another runtime.
+            LaunchError: a number is not of the kind that the kernel declares, or does not fit.
+            CaptureError: the runtime is capturing.
+        """
+        with self._session.driving("rebind") as driver:
+            if not self._executables:
+                raise GraphError(f"cannot rebind CUDA graph {self.name} because {self._state}")
+            try:
+                rebind(self.name, self._segments, tensors, scalars, driver, self._session.context)
+            except HalfRebound:
+                self._executables = ()
+                self._broken = "an update failed half-way and could not be undone; capture it again"
+                raise
+            self._counters.graph_rebinds += 1
 
     def replay(self) -> None:
-        """Enqueue all segments on the compute stream, in the order of their capture.
+        """Enqueue all segments, in the order of their capture, on the compute stream or the branch that is entered.
 
         Raises:
             GraphError: the graph is closed or has no segment.
@@ -143,7 +170,7 @@ class CapturedGraph:
         Raises:
             GraphError: there is no such segment, or the graph is closed.
         """
-        if not self._closed and not 0 <= index < len(self._executables):
+        if not self._closed and not self._broken and not 0 <= index < len(self._executables):
             raise GraphError(
                 f"cannot replay CUDA graph segment {index} of {self.name}; only {len(self._executables)} "
                 "segment(s) installed"
@@ -177,9 +204,8 @@ class CapturedGraph:
                     state="capturing",
                 )
             if not executables:
-                state = "it is closed" if self._closed else "no executable is installed"
-                raise GraphError(f"cannot replay CUDA graph {self.name} because {state}")
-            stream = self._streams.compute
+                raise GraphError(f"cannot replay CUDA graph {self.name} because {self._state}")
+            stream = self._streams.current
             tracer = session.tracer
             for executable in executables:
                 if tracer is None:
@@ -191,7 +217,12 @@ class CapturedGraph:
             self.replays += 1
             self._counters.graph_replays += len(executables)
             if session.eager_sync:
-                self._streams.wait(self._streams.compute, label)
+                self._streams.wait(stream, label)
+
+    @property
+    def _state(self) -> str:
+        """Why there is nothing to replay."""
+        return "it is closed" if self._closed else self._broken or "no executable is installed"
 
     def _activity(self, executable: int) -> Activity:
         """A replay of one segment, for a trace."""
@@ -199,7 +230,7 @@ class CapturedGraph:
         name = self.name if len(self._executables) == 1 else f"{self.name}, segment {index}"
         return Activity("graph", name, {"segment": index, "nodes": len(self._segments[index].node_types)})
 
-    def _install(self, segment: _Segment) -> None:
+    def _install(self, segment: Segment) -> None:
         self._segments = (*self._segments, segment)
         self._executables = (*self._executables, segment.executable)
 
@@ -218,8 +249,8 @@ class _Recording:
 
     graph: CapturedGraph
     kernels: list[str] = field(default_factory=list)
-    activities: list[Activity] = field(default_factory=list)
-    owners: dict[int, MemoryOwner] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    owners: dict[MemoryOwner, None] = field(default_factory=dict)
     resources: dict[int, Any] = field(default_factory=dict)
     failure: tuple[str, DriverError] | None = None
     span: AbstractContextManager[object] = field(default_factory=nullcontext)
@@ -262,6 +293,8 @@ class GraphRecorder:
                 raise GraphError(f"cannot capture into {graph.name} because it belongs to another runtime")
             if graph.is_closed:
                 raise GraphError(f"cannot capture into {graph.name} because it is closed")
+            if self._streams.forks:
+                raise _refused("cannot begin CUDA graph capture within a fork; end that first", "begin", "idle")
             if self._streams.compute in _LEGACY_STREAMS:
                 raise _refused(
                     f"stream handle {self._streams.compute} is one of the driver's default streams, which cannot "
@@ -269,6 +302,8 @@ class GraphRecorder:
                     "begin",
                     "idle",
                 )
+            if not isinstance(kernels, Iterable):
+                raise _refused(f"a capture takes a list of kernels, got {kernels!r}", "begin", "idle")
             audit = list(kernels)
             declined = [
                 f"{type(kernel).__name__}: {support.reason}"
@@ -280,35 +315,47 @@ class GraphRecorder:
             recording = _Recording(graph)
             for kernel in audit:
                 recording.retain(kernel.device_graph_resources())
-            with session.driving("a second capture") as driver:
-                session.collect()
-                driver.stream_begin_capture(self._streams.compute, mode)
+            with ExitStack() as undo:
+                recording.span = session.traced("capture", f"capture {graph.name}", {})
+                undo.enter_context(recording.span)
+                with session.driving("a second capture") as driver:
+                    session.collect()
+                    driver.stream_begin_capture(self._streams.compute, mode)
+                undo.pop_all()
             self._recording = recording
             session.enter_capture()
-            recording.span = session.traced("capture", f"capture {graph.name}", {})
-            recording.span.__enter__()
         except BaseException:
             session.lock.release()
             raise
 
-    def record(self, label: str, operands: Sequence[TensorView | None], activity: Activity | None) -> None:
-        """Note a launch of the open capture, and keep the memory of its operands alive.
+    def record(
+        self,
+        label: str,
+        operands: Sequence[TensorView | None],
+        work: Work | None,
+        raw: Iterable[MemoryOwner] = (),
+    ) -> None:
+        """Note what was just recorded, and keep the memory of its operands, and ``raw``, alive.
 
-        ``activity`` is None where nothing reached the driver: a copy or a fill of no bytes.
+        ``work`` is None where nothing reached the driver: a copy or a fill of no bytes.
+
+        Raises:
+            DriverError: the driver does not say which node it made; the capture will end in that failure.
         """
         recording = self._recording
         assert recording is not None
+        views = tuple([view for view in operands if view is not None])
+        recording.owners.update((view.owner, None) for view in views)
+        recording.owners.update((owner, None) for owner in raw)
+        if work is not None:
+            try:
+                with self._session.current():
+                    (handle,) = self._session.driver.stream_capture_dependencies(self._streams.current)
+            except DriverError as error:
+                self.failed(label, error)
+                raise
+            recording.nodes.append(Node(handle, label, len(recording.kernels), work, views, tuple(raw)))
         recording.kernels.append(label)
-        if activity is not None:
-            recording.activities.append(activity)
-        for view in operands:
-            if view is not None:
-                recording.owners[id(view.owner)] = view.owner
-
-    def own(self, owners: Iterable[MemoryOwner]) -> None:
-        """Keep memory alive that the open capture uses by address."""
-        assert self._recording is not None
-        self._recording.owners.update((id(owner), owner) for owner in owners)
 
     def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
         """Keep ``resources`` alive with the graph that is being recorded; nothing to do when idle."""
@@ -331,6 +378,8 @@ class GraphRecorder:
             GraphError: the driver could not end or instantiate it, or it allocates memory.
         """
         recording = self._owned("end")
+        if self._streams.forks:
+            raise _refused("cannot end CUDA graph capture within a fork; end that first", "end", "capturing")
         installed = False
         try:
             with self._session.current():
@@ -367,13 +416,16 @@ class GraphRecorder:
     def _discard(self) -> None:
         """Take the stream out of capture mode and drop what was recorded."""
         driver = self._session.driver
-        # Ending an invalidated capture fails, as does ending what has ended; the stream is out of it then.
+        # The end of an invalidated capture fails, and the stream is out of it. One that failed otherwise, or was
+        # never tried, is to be made now; and if that fails too, once more: nothing else brings the stream back.
         for _ in range(2):
             with suppress(DriverError), self._session.current():
+                if driver.stream_capture_status(self._streams.compute) is CaptureStatus.NONE:
+                    return
                 graph = driver.stream_end_capture(self._streams.compute)
                 self._session.dropped.append(partial(driver.graph_destroy, graph))
 
-    def _finish(self, recording: _Recording) -> _Segment:
+    def _finish(self, recording: _Recording) -> Segment:
         driver, dropped = self._session.driver, self._session.dropped
         name = recording.graph.name
         graph = 0
@@ -387,7 +439,7 @@ class GraphRecorder:
             if recording.failure is not None:
                 label, first = recording.failure
                 raise GraphError(f"capture of {name} failed at {label}: {first}") from first
-            node_types = driver.graph_node_types(graph)
+            node_types, edges = driver.graph_node_types(graph), driver.graph_edges(graph)
             owning = [kind for kind in node_types if kind in ("MEM_ALLOC", "MEM_FREE")]
             if owning:
                 raise GraphError(f"{name} recorded {len(owning)} memory node(s); allocate before the capture")
@@ -401,12 +453,11 @@ class GraphRecorder:
             if graph:
                 dropped.append(partial(driver.graph_destroy, graph))
             raise
-        owners = tuple(recording.owners.values())
-        for owner in owners:
-            owner.pins.append(name)
-        kernels, activities = tuple(recording.kernels), tuple(recording.activities)
+        kernels, nodes = tuple(recording.kernels), tuple(recording.nodes)
         resources = tuple(recording.resources.values())
-        return _Segment(graph, executable, node_types, kernels, activities, owners, resources)
+        segment = Segment(graph, executable, node_types, kernels, nodes, edges, resources)
+        segment.pin(name, recording.owners)
+        return segment
 
     def _owned(self, operation: str) -> _Recording:
         session, recording = self._session, self._recording
@@ -425,9 +476,17 @@ class GraphRecorder:
         recording, self._recording = self._recording, None
         self._session.leave_capture()
         assert recording is not None
-        recording.span.__exit__(None, None, None)
         self._counters.aborted_captures += aborted
-        self._session.lock.release()
+        try:
+            recording.span.__exit__(None, None, None)
+        finally:
+            self._session.lock.release()
+
+
+def _picture(segment: Segment) -> SegmentPicture:
+    return SegmentPicture(
+        [node.work.activity(node.label) for node in segment.nodes], segment.node_types, segment.arrows()
+    )
 
 
 def _refused(message: str, operation: str, state: str) -> CaptureError:

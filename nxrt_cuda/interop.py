@@ -7,6 +7,8 @@ ours. Neither blocks the host.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +16,10 @@ import numpy as np
 
 from nxrt_cuda import dlpack
 from nxrt_cuda.dtype import bfloat16, data_type
-from nxrt_cuda.errors import CaptureError, RuntimeStateError, TensorError
+from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, RuntimeStateError, TensorError
 from nxrt_cuda.memory import DeviceMemory, ForeignMemory
 from nxrt_cuda.streams import Streams
-from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
+from nxrt_cuda.tensor import MemoryOwner, TensorMetadata, TensorMut, TensorView
 
 if TYPE_CHECKING:
     from nxrt_cuda.runtime import CudaRuntime
@@ -33,8 +35,12 @@ __all__ = [
     "strided_copy",
 ]
 
+logger = logging.getLogger("nxrt_cuda")
+
 _DEFAULT_STREAM = 1
 """What both protocols call the legacy default stream, as the driver's ``CU_STREAM_LEGACY``; they refuse 0."""
+_PER_THREAD_STREAM = 2
+"""Likewise, as the driver's ``CU_STREAM_PER_THREAD``."""
 
 
 def stream_handle(stream: Any) -> int | None:
@@ -131,6 +137,7 @@ def export_dlpack(
     device: tuple[int, int],
     *,
     capturing: bool,
+    later: Callable[[Callable[[], None]], None],
     stream: int | None = None,
     max_version: tuple[int, int] | None = None,
     dl_device: tuple[int, int] | None = None,
@@ -140,6 +147,12 @@ def export_dlpack(
 
     ``stream``: None or 1 is the legacy default stream, 2 the per-thread one, -1 asks for no ordering;
     otherwise a handle. In a capture only -1 and the compute stream itself are accepted.
+
+    ``later`` takes calls to make before anything dropped after them is given back.
+
+    When the consumer lets go, memory given back after that is reused only after what is queued on ``stream`` until
+    then. A consumer that asked for no ordering, gave the per-thread stream, or works on further streams, has to let go
+    after its last use is done, or ordered before ``stream``'s work.
 
     Raises:
         BufferError: a copy or another device is asked for, or ``stream`` is 0, which is ambiguous.
@@ -152,7 +165,7 @@ def export_dlpack(
     if stream == 0:
         raise BufferError("stream=0 is ambiguous in DLPack; use 1 for the legacy default stream or 2 per thread")
     consumer = _DEFAULT_STREAM if stream is None else stream
-    if consumer not in (-1, streams.compute):
+    if consumer not in (-1, streams.current):
         if capturing:
             raise CaptureError(
                 f"__dlpack__ for stream {consumer} would order it after the captured stream; "
@@ -160,7 +173,7 @@ def export_dlpack(
                 operation="__dlpack__",
                 state="capturing",
             )
-        streams.fence(streams.compute, consumer)
+        streams.fence(streams.current, consumer)
     pin = "a DLPack export"
     owner = view.owner
     capsule = dlpack.make_capsule(
@@ -169,10 +182,29 @@ def export_dlpack(
         view.metadata,
         read_only=not isinstance(view, TensorMut),
         versioned=max_version is not None and max_version[0] >= 1,
-        on_release=lambda: owner.pins.remove(pin),
+        on_release=partial(_end_export, owner, pin, streams, consumer, later),
     )
     owner.pins.append(pin)
     return capsule
+
+
+def _end_export(
+    owner: MemoryOwner, pin: str, streams: Streams, consumer: int, later: Callable[[Callable[[], None]], None]
+) -> None:
+    """Called by finalisers, which may not call the driver: the fence is made later, before the memory is given back."""
+    if consumer not in (-1, _PER_THREAD_STREAM, streams.compute):
+        later(partial(_follow, streams, consumer))
+    owner.pins.remove(pin)
+
+
+def _follow(streams: Streams, consumer: int) -> None:
+    try:
+        streams.fence(consumer, streams.compute)
+    except DeviceFaultError:
+        raise
+    except DriverError:
+        # The consumer has destroyed its stream, which leaves nothing to name its work by.
+        logger.warning("a stream that a tensor was exported to with DLPack is gone; its last work cannot be waited for")
 
 
 def export_host_copy(

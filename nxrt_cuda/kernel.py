@@ -11,9 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntFlag
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nxrt_cuda.capture import CaptureErrorCode, DeviceGraphResource
 from nxrt_cuda.dtype import DataType
 from nxrt_cuda.errors import UnsupportedError
 from nxrt_cuda.node import Node
@@ -39,17 +39,6 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
-
-
-class CaptureErrorCode(IntFlag):
-    """What kernels latch into the capture-error word: a device value that they had to clamp.
-
-    Kernels receive the values as macros, so that this is their only definition.
-    """
-
-    NONE = 0
-    TOTAL_LENGTH = 1
-    PAST_LENGTH = 2
 
 
 @dataclass(frozen=True)
@@ -93,19 +82,6 @@ class WorkspaceRequirement:
 
 
 WorkspaceRequirement.NONE = WorkspaceRequirement()
-
-
-@dataclass(frozen=True)
-class DeviceGraphResource:
-    """Something that a captured graph must keep alive for its replays.
-
-    Attributes:
-        key: identity; two resources with one key are the same.
-        resource: the object to hold.
-    """
-
-    key: int
-    resource: Any
 
 
 class Kernel(ABC):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -26,22 +26,31 @@ from nxrt_cuda.tensor import TensorView
 if TYPE_CHECKING:
     from nxrt_cuda.modules import LoadedFunction
 
-__all__ = ["KernelSpec", "LaunchConfig", "Param", "PreparedLaunch", "div_up"]
+__all__ = ["KernelSpec", "LaunchConfig", "Param", "PreparedLaunch", "TensorMap", "div_up"]
 
 
 class _Kind(NamedTuple):
-    """How a parameter kind is packed; integers have bounds."""
+    """How a parameter kind is packed; integers have bounds, and what is no scalar has an alignment of its own."""
 
     code: str
     cuda: str
     bounds: range | None = None
+    opaque_alignment: int | None = None
 
     @property
     def size(self) -> int:
         return struct.calcsize(self.code)
 
+    @property
+    def alignment(self) -> int:
+        return self.opaque_alignment or self.size
+
     def pack(self, value: Any) -> bytes:
         """``value`` in the declared width; TypeError for another type, OverflowError where it does not fit."""
+        if self.opaque_alignment is not None:
+            if not isinstance(value, bytes) or len(value) != self.size:
+                raise TypeError
+            return value
         if self.bounds is None:
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError
@@ -61,6 +70,7 @@ _KINDS = {
     "u64": _Kind("<Q", "unsigned long long", range(2**64)),
     "f32": _Kind("<f", "float"),
     "f64": _Kind("<d", "double"),
+    "tensor_map": _Kind("<128s", "TensorMap", opaque_alignment=64),
 }
 
 _ALIGNMENT = 64
@@ -72,10 +82,46 @@ def div_up(value: int, divisor: int) -> int:
 
 
 class Param(NamedTuple):
-    """One kernel parameter: its name in the source, and its kind (``ptr i32 u32 i64 u64 f32 f64``)."""
+    """One kernel parameter: its name in the source, and its kind.
+
+    ``ptr i32 u32 i64 u64 f32 f64``, or ``tensor_map``: the 128 bytes of a ``CUtensorMap``, which a kernel takes as
+    ``const __grid_constant__ TensorMap``.
+    """
 
     name: str
     kind: str
+
+    @property
+    def is_address(self) -> bool:
+        """Whether the argument says where in memory something is."""
+        return self.kind in ("ptr", "tensor_map")
+
+
+class TensorMap(bytes):
+    """The 128 bytes of a ``CUtensorMap``, which remember what they were made for; by ``CudaRuntime.tensor_map``.
+
+    Attributes:
+        address: of element 0.
+    """
+
+    address: int
+    _encode: Callable[[int], bytes]
+
+    @classmethod
+    def at(cls, address: int, encode: Callable[[int], bytes]) -> TensorMap:
+        """The map that ``encode`` makes for ``address``."""
+        tensor_map = cls(encode(address))
+        tensor_map.address = address
+        tensor_map._encode = encode
+        return tensor_map
+
+    def moved(self, address: int) -> TensorMap:
+        """The same map for a tensor at another address.
+
+        Raises:
+            DriverError: the driver does not take the address.
+        """
+        return TensorMap.at(address, self._encode)
 
 
 @dataclass(frozen=True)
@@ -90,6 +136,7 @@ class KernelSpec:
         threads: threads a block; passed to the kernel as the macro ``THREADS``.
         contract: whether the compiler may fuse ``a * b + c``.
         code: CUDA C++ text that is not a file of this package.
+        arch: the one architecture it can be compiled for, e.g. ``"sm_90a"``; None for any.
 
     Raises:
         LaunchError: a parameter's kind is unknown.
@@ -102,6 +149,7 @@ class KernelSpec:
     macros: tuple[tuple[str, str], ...] = ()
     contract: bool = True
     code: str | None = None
+    arch: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in self.params:
@@ -112,14 +160,14 @@ class KernelSpec:
 
     @cached_property
     def layout(self) -> tuple[ParamInfo, ...]:
-        """Offset and size of each parameter in the packed block (natural alignment, as CUDA's ABI)."""
+        """Offset and size of each parameter in the packed block (aligned as CUDA's ABI has it)."""
         infos = []
         offset = 0
         for param in self.params:
-            size = _KINDS[param.kind].size
-            offset = div_up(offset, size) * size
-            infos.append(ParamInfo(offset, size))
-            offset += size
+            kind = _KINDS[param.kind]
+            offset = div_up(offset, kind.alignment) * kind.alignment
+            infos.append(ParamInfo(offset, kind.size))
+            offset += kind.size
         return tuple(infos)
 
     @property
@@ -133,7 +181,7 @@ class LaunchConfig:
     """Grid and block extents and dynamic shared memory of one launch, in blocks, threads and bytes.
 
     Raises:
-        LaunchError: an extent is no int, or outside what CUDA allows on every device (x up to 2**31-1
+        LaunchError: a number is no int, or an extent outside what CUDA allows on every device (x up to 2**31-1
             blocks, y and z up to 65535; up to 1024 threads a block, z up to 64). A zero grid is legal
             and launches nothing.
     """
@@ -147,19 +195,33 @@ class LaunchConfig:
             ("grid", self.grid, (0, 0, 0), (2**31 - 1, 65535, 65535)),
             ("block", self.block, (1, 1, 1), (1024, 1024, 64)),
         ):
-            if len(extents) != 3 or not all(isinstance(extent, int) for extent in extents):
+            whole = isinstance(extents, Sequence) and all(isinstance(extent, int) for extent in extents)
+            if not whole or len(extents) != 3:
                 raise LaunchError(f"{name} must be three whole numbers, got {extents!r}")
             for axis, extent, low, high in zip("xyz", extents, lows, highs, strict=True):
                 if not low <= extent <= high:
                     raise LaunchError(f"{name}.{axis} = {extent} is outside [{low}, {high}]")
         if math.prod(self.block) > 1024:
             raise LaunchError(f"block {self.block} has {math.prod(self.block)} threads; CUDA allows 1024")
+        if not isinstance(self.shared_bytes, int):
+            raise LaunchError(f"shared_bytes must be a whole number, got {self.shared_bytes!r}")
         if self.shared_bytes < 0:
             raise LaunchError(f"shared_bytes = {self.shared_bytes} is negative")
 
     @property
     def is_empty(self) -> bool:
         return 0 in self.grid
+
+
+def _argument_block(layout: Sequence[ParamInfo]) -> tuple[memoryview, np.ndarray]:
+    """Zeroed bytes for the arguments, and the array of pointers into them that the driver reads."""
+    size = layout[-1].offset + layout[-1].size if layout else 0
+    # NumPy owns the bytes so that the address is stable; over-allocated to align it.
+    storage = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -storage.ctypes.data % _ALIGNMENT
+    block = storage[start : start + size]
+    address = block.ctypes.data
+    return block.data, np.array([address + info.offset for info in layout], np.uint64)
 
 
 class PreparedLaunch:
@@ -169,7 +231,7 @@ class PreparedLaunch:
         function: the loaded kernel.
         config: grid, block, shared memory.
         params: the address of the pointer array that the driver reads.
-        operands: the tensors given as arguments; they stay alive with the launch.
+        operands: the tensors given as arguments and not replaced since; they stay alive with the launch.
         label: ``entry grid=... block=...``, for fault reports.
         op: the operator that it serves; empty where it serves none.
         checked: how many explicit frees the runtime had seen when the operands were last found alive.
@@ -180,7 +242,9 @@ class PreparedLaunch:
     __slots__ = (
         "_activity",
         "_block",
+        "_maps",
         "_pointers",
+        "_tensors",
         "checked",
         "config",
         "function",
@@ -196,14 +260,8 @@ class PreparedLaunch:
         spec = function.spec
         if len(arguments) != len(spec.params):
             raise LaunchError(f"{spec.entry} takes {len(spec.params)} arguments, got {len(arguments)}")
-        size = spec.layout[-1].offset + spec.layout[-1].size if spec.layout else 0
-        # NumPy owns the bytes so that the address is stable; over-allocated to align it.
-        storage = np.zeros(size + _ALIGNMENT, np.uint8)
-        start = -storage.ctypes.data % _ALIGNMENT
-        block = storage[start : start + size]
-        address = block.ctypes.data
-        self._block = block.data
-        self._pointers = np.array([address + info.offset for info in spec.layout], np.uint64)
+        self._block, self._pointers = _argument_block(spec.layout)
+        self._maps: dict[int, TensorMap] = {}
         self.function = function
         self.config = config
         self.label = f"{spec.entry} grid={config.grid} block={config.block}"
@@ -211,12 +269,16 @@ class PreparedLaunch:
         self.checked = -1
         self._activity: Activity | None = None
         self.params: int = self._pointers.ctypes.data
-        self.operands = tuple(value for value in arguments if isinstance(value, TensorView))
-        for position, (value, param) in enumerate(zip(arguments, spec.params, strict=True)):
-            self.set(position, value.ptr if isinstance(value, TensorView) and param.kind == "ptr" else value)
+        self._tensors: dict[int, TensorView] = {}
+        self.operands: tuple[TensorView, ...] = ()
+        for position, value in enumerate(arguments):
+            self.set(position, value)
 
     def set(self, position: int, value: Any) -> None:
-        """Renew argument ``position`` with a number or an address.
+        """Renew argument ``position`` with a number, an address, a tensor or the bytes of a tensor map.
+
+        A tensor stands for its address, and is kept alive and checked as those given at first. With a plain address
+        the memory behind it is the caller's business.
 
         Raises:
             LaunchError: the value is not of the declared kind.
@@ -227,14 +289,47 @@ class PreparedLaunch:
         kind = _KINDS[kind_name]
         offset, size = spec.layout[position]
         try:
-            self._block[offset : offset + size] = kind.pack(value)
+            is_tensor = kind_name == "ptr" and isinstance(value, TensorView)
+            self._block[offset : offset + size] = kind.pack(value.ptr if is_tensor else value)
         except TypeError:
             raise LaunchError(f"{spec.entry}: argument '{name}' ({kind.cuda}) got {value!r}") from None
         except OverflowError:
             raise LaunchOverflowError(f"{spec.entry}: argument '{name}' = {value!r} does not fit {kind.cuda}") from None
+        if isinstance(value, TensorMap):
+            self._maps[position] = value
+        if is_tensor or position in self._tensors:
+            self._tensors.pop(position, None)
+            if is_tensor:
+                self._tensors[position] = value
+            self.operands = tuple(self._tensors.values())
+            self.checked = -1
+
+    def copy(self) -> PreparedLaunch:
+        """The same launch with a block of its own, which later changes of this one do not reach."""
+        twin = PreparedLaunch.__new__(PreparedLaunch)
+        for name in PreparedLaunch.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin._block, twin._pointers = _argument_block(self.function.spec.layout)
+        twin._block[:] = self._block
+        twin._maps = dict(self._maps)
+        twin._tensors = dict(self._tensors)
+        twin.params = twin._pointers.ctypes.data
+        return twin
+
+    @property
+    def packed(self) -> tuple[bytes, dict[int, TensorMap]]:
+        """The arguments as they are packed now; :meth:`restore` brings them back."""
+        return self._block.tobytes(), dict(self._maps)
+
+    def restore(self, packed: tuple[bytes, dict[int, TensorMap]]) -> None:
+        """Undo what was set since ``packed`` was read."""
+        self._block[:], self._maps = packed
 
     def bind(self, *pointers: int) -> None:
-        """Renew the leading arguments, which must all be pointers, without further checks."""
+        """Renew the leading arguments, which must all be pointers, without further checks.
+
+        ``operands`` stay as they are: whoever binds gives the tensors to ``CudaRuntime.launch``.
+        """
         struct.pack_into(f"{len(pointers)}Q", self._block, 0, *pointers)
 
     @property
@@ -258,12 +353,26 @@ class PreparedLaunch:
             )
         return self._activity
 
-    def addresses(self) -> list[int]:
-        """The values of the pointer arguments, as the kernel will read them."""
-        values = self.arguments()
-        return [int(values[name]) for name, kind in self.function.spec.params if kind == "ptr"]
+    def addresses(self) -> dict[int, int]:
+        """Where the kernel will be told that its tensors are, by position: pointers, and what tensor maps are of."""
+        spec = self.function.spec
+        pointers = {
+            position: int(struct.unpack_from("<Q", self._block, info.offset)[0])
+            for position, (param, info) in enumerate(zip(spec.params, spec.layout, strict=True))
+            if param.kind == "ptr"
+        }
+        return pointers | {position: tensor_map.address for position, tensor_map in self._maps.items()}
 
-    def arguments(self) -> dict[str, int | float]:
+    def move(self, position: int, address: int) -> None:
+        """Renew the pointer, or the tensor map, at ``position`` for another address.
+
+        Raises:
+            DriverError: the driver makes no tensor map for that address.
+        """
+        tensor_map = self._maps.get(position)
+        self.set(position, address if tensor_map is None else tensor_map.moved(address))
+
+    def arguments(self) -> dict[str, Any]:
         """The argument values by name, as the kernel will read them."""
         spec = self.function.spec
         return {

@@ -2,8 +2,14 @@
 
 Memory is given back in the order of the compute stream. A pooled block may be handed out again at
 once, because whoever gets it works on that stream too, and copies on the transfer stream are fenced
-on both sides. A block that goes back to the driver waits until an event recorded after its last use
-has completed; nothing here waits for the device to free memory.
+on both sides. While a fork is open there is no such order, and what is given back is held until all its
+branches have joined.
+
+A block that goes back to the driver waits until an event recorded after its last use has completed, on
+the compute stream and, through the fences, on all others. It is then freed in stream order: a plain
+``cuMemFree`` returns only when the whole device is idle, and nothing here waits for that but :meth:`trim
+<DeviceMemory.trim>` and the end of the runtime. Once the context is lost nothing can be freed; what is held
+stays counted in ``live_bytes`` and is never handed out again.
 """
 
 from __future__ import annotations
@@ -12,15 +18,22 @@ import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import index as as_index
 from typing import Any, ClassVar, NamedTuple
 
 from nxrt_cuda.context import Session
 from nxrt_cuda.errors import CaptureError, DeviceMemoryError, OutOfMemoryError, RuntimeStateError
-from nxrt_cuda.launch import div_up
 from nxrt_cuda.stats import RuntimeCounters
 from nxrt_cuda.streams import Streams
 
-__all__ = ["Allocation", "DeviceMemory", "ForeignMemory", "pool_limit_from_environment", "size_class"]
+__all__ = [
+    "POOL_VARIABLE",
+    "Allocation",
+    "DeviceMemory",
+    "ForeignMemory",
+    "pool_limit_from_environment",
+    "size_class",
+]
 
 POOL_VARIABLE = "NXRT_CUDA_POOL_BYTES"
 _POOL_DEFAULT = 256 << 20
@@ -44,7 +57,7 @@ def size_class(nbytes: int) -> int:
     """The block size that serves ``nbytes``: powers of two up to 1 MiB, multiples of 1 MiB above."""
     if nbytes <= _LARGE:
         return max(_SMALLEST, 1 << (nbytes - 1).bit_length())
-    return div_up(nbytes, _LARGE) * _LARGE
+    return -(-nbytes // _LARGE) * _LARGE
 
 
 class _Block(NamedTuple):
@@ -162,16 +175,22 @@ class DeviceMemory:
         self._pool_limit = pool_limit
         self._pool: dict[int, list[int]] = {}
         self._blocks: dict[int, int] = {}
+        # Waiting for an event, and for the end of a fork.
         self._retired: deque[tuple[int, _Block | Any]] = deque()
+        self._held: deque[_Block | Any] = deque()
 
     def alloc(self, nbytes: int, *, pooled: bool = True, operation: str = "alloc_raw") -> Allocation:
         """``nbytes`` (at least one) of uninitialised device memory, aligned to 256 bytes.
 
         Raises:
-            DeviceMemoryError: ``nbytes`` is negative, or beyond any address space.
+            DeviceMemoryError: ``nbytes`` is no whole number, negative, or beyond any address space.
             OutOfMemoryError: the driver has no room, even after the pool was emptied.
             CaptureError: the runtime is capturing.
         """
+        try:
+            nbytes = as_index(nbytes)
+        except TypeError:
+            raise DeviceMemoryError(f"{operation} of {nbytes!r} bytes: a size is a whole number") from None
         if not 0 <= nbytes < 2**63:
             raise DeviceMemoryError(f"{operation} of {nbytes} bytes: a size is at least 0 and below 2**63")
         try:
@@ -196,33 +215,55 @@ class DeviceMemory:
 
     def release(self, block: _Block) -> None:
         """Give a block back to the pool, or to the driver once queued work is done."""
-        if block.pooled and self._counters.pool_retained_bytes + block.size <= self._pool_limit:
+        if self._streams.forks:
+            self._hold(block)
+        elif block.pooled and self._counters.pool_retained_bytes + block.size <= self._pool_limit:
             self._pool.setdefault(block.size, []).append(block.ptr)
             self._counters.pool_retained_bytes += block.size
         else:
-            self.retire(block)
+            self._defer(block)
+
+    def retire(self, item: Any) -> None:
+        """Let go of an imported object once the work queued until now is done."""
+        if self._streams.forks:
+            self._hold(item)
+        else:
+            self._defer(item)
 
     def collect(self) -> None:
         """Release what finalisers dropped, and free retired memory that no queued work uses."""
         self.session.collect()
+        self.release_held()
         while self._retired and self._driver.event_query(self._retired[0][0]):
-            self._free_oldest()
+            self._free_oldest(self._free_in_order)
 
-    def retire(self, item: _Block | Any) -> None:
-        """Let go of a block or an imported object once the compute work queued until now is done."""
-        self._retired.append((self._streams.record(self._streams.compute), item))
+    def release_held(self) -> None:
+        """Release what was given back within a fork, unless one is open or has a branch that was not joined."""
+        if not self._held or self._streams.forks or self._streams.branches or self.session.refusal is not None:
+            return
+        with self.session.current():
+            while self._held:
+                item = self._held[0]
+                if isinstance(item, _Block):
+                    self.release(item)
+                    self._counters.deferred_bytes -= item.size
+                else:
+                    self._defer(item)
+                self._held.popleft()
 
     def trim(self) -> None:
         """Return all free memory to the driver; waits for queued work."""
         self.collect()
         for size, free in self._pool.items():
             while free:
-                self.retire(_Block(free[-1], size, False))
+                self._defer(_Block(free[-1], size, False))
                 free.pop()
                 self._counters.pool_retained_bytes -= size
         while self._retired:
             self._driver.event_synchronize(self._retired[0][0])
-            self._free_oldest()
+            self._free_oldest(self._driver.mem_free)
+        # What was freed in stream order before is the driver's again only now.
+        self._driver.stream_synchronize(self._streams.compute)
 
     def close(self) -> None:
         """Return every block, in use or not; all work must be done. Tensors of it are dead afterwards.
@@ -232,15 +273,33 @@ class DeviceMemory:
         self.is_closed = True
         self.explicit_frees += 1
         self._retired.clear()
+        self._held.clear()
         self._pool.clear()
-        self._counters.pool_retained_bytes = 0
+        self._counters.pool_retained_bytes = self._counters.deferred_bytes = 0
         for ptr in list(self._blocks):
-            self._return(ptr)
+            self._return(ptr, self._driver.mem_free)
 
-    def _free_oldest(self) -> None:
+    def _hold(self, item: _Block | Any) -> None:
+        self._held.append(item)
+        if isinstance(item, _Block):
+            self._counters.deferred_bytes += item.size
+
+    def _defer(self, item: _Block | Any) -> None:
+        self._retired.append((self._streams.record(self._streams.compute), item))
+        if isinstance(item, _Block):
+            self._counters.deferred_bytes += item.size
+
+    def _free_in_order(self, ptr: int) -> None:
+        if self.runtime.capabilities.memory_pools:
+            self._driver.mem_free_async(ptr, self._streams.compute)
+        else:
+            self._driver.mem_free(ptr)
+
+    def _free_oldest(self, free: Callable[[int], None]) -> None:
         event, item = self._retired[0]
         if isinstance(item, _Block):
-            self._return(item.ptr)
+            self._return(item.ptr, free)
+            self._counters.deferred_bytes -= item.size
         self._retired.popleft()
         self._streams.recycle(event)
 
@@ -266,7 +325,7 @@ class DeviceMemory:
         self._counters.live_bytes += size
         return ptr
 
-    def _return(self, ptr: int) -> None:
-        self._driver.mem_free(ptr)
+    def _return(self, ptr: int, free: Callable[[int], None]) -> None:
+        free(ptr)
         self._counters.driver_frees += 1
         self._counters.live_bytes -= self._blocks.pop(ptr)

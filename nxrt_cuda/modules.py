@@ -53,11 +53,16 @@ class ModuleStats(StatsTable):
 
 
 class LoadedModule:
-    """A module in the driver; unloading it kills its functions."""
+    """A module in the driver; unloading it kills its functions.
 
-    __slots__ = ("arch", "driver", "guard", "handle", "kind")
+    Attributes:
+        cache: where it was loaded, which says whose runtime it is.
+    """
 
-    def __init__(self, driver: Driver, guard: Guard, handle: int, image: Image) -> None:
+    __slots__ = ("arch", "cache", "driver", "guard", "handle", "kind")
+
+    def __init__(self, cache: ModuleCache, driver: Driver, guard: Guard, handle: int, image: Image) -> None:
+        self.cache = cache
         self.driver = driver
         self.guard = guard
         self.handle = handle
@@ -120,8 +125,10 @@ class LoadedFunction:
                 f"static ones; this device gives a block {limit} bytes"
             )
         with self.module.guard(f"the shared memory opt-in of {self.spec.entry}"):
-            self.module.driver.func_set_max_dynamic_shared(self.handle, nbytes)
-        self._dynamic_shared_bytes = nbytes
+            # Asked again: another thread may have opted in to more meanwhile.
+            if nbytes > self._dynamic_shared_bytes:
+                self.module.driver.func_set_max_dynamic_shared(self.handle, nbytes)
+                self._dynamic_shared_bytes = nbytes
 
     def __repr__(self) -> str:
         return f"LoadedFunction({self.spec.label}, {self.module.arch}, {self.num_regs} registers)"
@@ -246,7 +253,7 @@ class ModuleCache:
             context = f"{origin}; {error.context}" if error.context else origin
             raise type(error)(error.call, error.code, error.name, error.text, context) from error
         try:
-            module = LoadedModule(driver, self._guard, handle, image)
+            module = LoadedModule(self, driver, self._guard, handle, image)
             function = LoadedFunction(spec, driver.module_get_function(handle, spec.entry), module)
             _check_params(spec, driver.func_param_info(function.handle))
         except BaseException:

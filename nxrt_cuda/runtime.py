@@ -10,23 +10,23 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import count
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nxrt_cuda import interop
-from nxrt_cuda.activity import Activity
+from nxrt_cuda.capture import CaptureErrorCode, DeviceGraphResource
 from nxrt_cuda.context import Capabilities, PrimaryContext, Session
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
-from nxrt_cuda.dtype import uint8
+from nxrt_cuda.dtype import DataType, uint8
 from nxrt_cuda.errors import (
     CaptureError,
     DeviceMemoryError,
@@ -37,11 +37,12 @@ from nxrt_cuda.errors import (
     RuntimeStateError,
     TensorError,
 )
+from nxrt_cuda.fork import Fork, open_fork
 from nxrt_cuda.graph import CapturedGraph, GraphRecorder, GraphSlot
-from nxrt_cuda.kernel import CaptureErrorCode, DeviceGraphResource, Kernel
-from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch
+from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch, TensorMap
 from nxrt_cuda.memory import Allocation, DeviceMemory, pool_limit_from_environment
 from nxrt_cuda.modules import LoadedFunction, ModuleCache
+from nxrt_cuda.segment import CopyWork, FillWork, LaunchWork
 from nxrt_cuda.stats import RuntimeCounters, RuntimeStats
 from nxrt_cuda.streams import Streams
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView, as_metadata
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from nxrt_cuda.compile import Compiler
+    from nxrt_cuda.kernel import Kernel
 
 __all__ = ["CudaRuntime"]
 
@@ -149,6 +151,8 @@ class CudaRuntime:
             if session.refusal is None:
                 self._primary.release()
                 session.refuse(f"the runtime on {self.device} is closed; open another with open_runtime()")
+            elif not self._closed:
+                self._primary.abandon()
             self._closed = self._memory.is_closed = True
         _open_runtimes.discard(self)
 
@@ -176,8 +180,10 @@ class CudaRuntime:
             CaptureError: this thread is capturing.
             DeviceFaultError: the work faulted; the error names the launches since the last good call.
         """
-        # Work on the transfer stream is fenced into the compute stream.
-        self._streams.wait(self._streams.compute, "synchronize")
+        # Work on the transfer stream is fenced into the others, and that of branches that were joined into the compute
+        # stream.
+        for stream in (*self._streams.branches, self._streams.compute):
+            self._streams.wait(stream, "synchronize")
         with self._session.lock:
             self._counters.synchronizations += 1
 
@@ -187,12 +193,18 @@ class CudaRuntime:
         self._streams.wait(self._streams.transfer, "drain_for_unmap")
 
     def wait_for_stream(self, stream: Any) -> None:
-        """Make compute work enqueued from now on wait for what is queued on another library's stream."""
+        """Make compute work enqueued from now on wait for what is queued on another library's stream.
+
+        Raises:
+            RuntimeStateError: ``stream`` is no stream.
+            CaptureError: the runtime is capturing.
+            DriverError: the driver does not know the handle.
+        """
         handle = interop.stream_handle(stream)
         if handle is None:
             raise RuntimeStateError("wait_for_stream needs a stream")
         with self._session.driving("wait_for_stream"):
-            self._streams.fence(handle, self._streams.compute)
+            self._streams.fence(handle, self._streams.current)
 
     def record_event(self) -> TimingEvent:
         """A mark behind the work enqueued so far; ``start.elapsed_time(end)`` is the time between two.
@@ -230,12 +242,15 @@ class CudaRuntime:
 
     @property
     def stream(self) -> int:
-        """The compute stream's handle, to enqueue other libraries' work in order with this runtime's."""
-        return self._streams.compute
+        """The compute stream's handle, to enqueue other libraries' work in order with this runtime's.
+
+        Within a branch of a fork it is the branch's.
+        """
+        return self._streams.current
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """The CUDA stream protocol of cuda.core: (version, handle)."""
-        return (0, self._streams.compute)
+        return (0, self._streams.current)
 
     @property
     def context(self) -> int:
@@ -255,12 +270,22 @@ class CudaRuntime:
     # Tensors.
 
     def empty(self, shape: Sequence[int], dtype: Any) -> TensorMut:
-        """An uninitialised contiguous tensor."""
+        """An uninitialised contiguous tensor.
+
+        Raises:
+            TensorError: an extent is negative or no whole number, or the dtype is not supported.
+            OutOfMemoryError: the driver has no room for it.
+            CaptureError: the runtime is capturing.
+        """
         metadata = as_metadata(shape, dtype)
         return self._tensor(metadata, "empty")
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> TensorMut:
-        """A contiguous tensor of zeros, filled in stream order."""
+        """A contiguous tensor of zeros, filled in stream order.
+
+        Raises:
+            TensorError, OutOfMemoryError, CaptureError: as :meth:`empty`.
+        """
         tensor = self.empty(shape, dtype)
         self._transfers.fill(tensor.ptr, 0, tensor.nbytes)
         return tensor
@@ -274,9 +299,15 @@ class CudaRuntime:
         through ``numpy.asarray`` and is copied in stream order, its bytes taken before the call returns.
 
         Raises:
-            TensorError: the dtype is not supported, or the memory is on another device.
+            TensorError: the dtype is not supported, the memory is on another device, or ``array`` is a tensor of
+                this package that needs a copy to be used here, which is never made unasked.
             CaptureError: the runtime is capturing.
         """
+        if isinstance(array, TensorView) and (array.runtime is self or not interop.is_device_array(array)):
+            raise TensorError(
+                f"from_array of {array!r}, which is a tensor already; copy it with copy(), or from another runtime "
+                "with from_array(x.numpy())"
+            )
         if interop.is_device_array(array):
             with self._session.driving("from_array"):
                 return interop.import_array(self, self._memory, array)
@@ -286,14 +317,26 @@ class CudaRuntime:
         return tensor
 
     def read(self, view: TensorView) -> np.ndarray:
-        """A host copy of a view; blocks until the work queued before is done. ``view.numpy()`` calls this."""
+        """A host copy of a view; blocks until the work queued before is done. ``view.numpy()`` calls this.
+
+        Raises:
+            DeviceMemoryError: the memory was freed, or belongs to another runtime.
+            CaptureError: the runtime is capturing.
+            DeviceFaultError: the work faulted.
+        """
         self.check_operand(view)
         raw = np.empty(view.metadata.span_bytes, np.uint8)
         self._transfers.download(raw, view.ptr, operation="numpy")
         return interop.strided_copy(raw, view.metadata)
 
     def read_async(self, view: TensorView) -> PendingRead:
-        """Start a host copy of a contiguous view on the transfer stream."""
+        """Start a host copy of a contiguous view on the transfer stream.
+
+        Raises:
+            TensorError: the view is strided.
+            DeviceMemoryError: the memory was freed, or belongs to another runtime.
+            CaptureError: the runtime is capturing.
+        """
         self.check_operand(view)
         if not view.is_contiguous:
             raise TensorError(f"read_async of a strided tensor: shape {view.shape}, strides {view.strides}")
@@ -305,36 +348,45 @@ class CudaRuntime:
         ``asynchronous`` copies on the transfer stream, beside compute work that is already running.
 
         Raises:
-            TensorError: the shape differs, the cast is not of NumPy's "same kind", or ``view`` is strided.
+            TensorError: the shape differs, the cast is not of NumPy's "same kind", or ``view`` is strided or
+                read-only.
         """
-        self.check_operand(view)
+        self._check_target(view, "copy_from")
         source = np.asarray(array)
         if source.shape != view.shape:
             raise TensorError(f"cannot copy an array of shape {source.shape} into a tensor of shape {view.shape}")
-        if not view.is_contiguous:
-            raise TensorError(f"cannot copy into a strided tensor: shape {view.shape}, strides {view.strides}")
         if not np.can_cast(source.dtype, view.dtype.numpy, "same_kind"):
             raise TensorError(f"cannot cast {source.dtype} to {view.dtype}; convert the array first")
         source = np.ascontiguousarray(source, view.dtype.numpy)
         self._transfers.upload(view.ptr, source, asynchronous=asynchronous, operation="copy_from")
 
     def copy(self, target: TensorMut, source: TensorView) -> None:
-        """Copy between contiguous tensors of one shape and dtype, in stream order; legal in a capture."""
-        for view in (target, source):
-            self.check_operand(view)
-            if not view.is_contiguous:
-                raise TensorError(f"copy of a strided tensor: shape {view.shape}, strides {view.strides}")
+        """Copy between contiguous tensors of one shape and dtype, in stream order; legal in a capture.
+
+        Raises:
+            TensorError: shape or dtype differ, the two overlap, one is strided, or ``target`` is read-only.
+            DeviceMemoryError: the memory was freed, or belongs to another runtime.
+        """
+        self._check_target(target, "copy")
+        self.check_operand(source)
+        if not source.is_contiguous:
+            raise TensorError(f"copy of a strided tensor: shape {source.shape}, strides {source.strides}")
         if (target.shape, target.dtype) != (source.shape, source.dtype):
             raise TensorError(f"copy of {source.dtype} {source.shape} into {target.dtype} {target.shape}")
-        with self._recorded("copy", "memcpy", source.nbytes, (target, source)):
+        if _overlap(target.ptr, source.ptr, source.nbytes):
+            raise TensorError(f"copy of {source!r} into {target!r}, which overlap")
+        with self._recorded("copy", CopyWork(target.ptr, source.ptr, source.nbytes), (target, source)):
             self._transfers.copy(target.ptr, source.ptr, source.nbytes)
 
     def fill_zero(self, tensor: TensorMut) -> None:
-        """Zero a contiguous tensor in stream order; legal in a capture."""
-        self.check_operand(tensor)
-        if not tensor.is_contiguous:
-            raise TensorError(f"fill_zero of a strided tensor: shape {tensor.shape}, strides {tensor.strides}")
-        with self._recorded("memset", "memset", tensor.nbytes, (tensor,)):
+        """Zero a contiguous tensor in stream order; legal in a capture.
+
+        Raises:
+            TensorError: the tensor is strided or read-only.
+            DeviceMemoryError: the memory was freed, or belongs to another runtime.
+        """
+        self._check_target(tensor, "fill_zero")
+        with self._recorded("memset", FillWork(tensor.ptr, 0, tensor.nbytes), (tensor,)):
             self._transfers.fill(tensor.ptr, 0, tensor.nbytes)
 
     @property
@@ -347,12 +399,24 @@ class CudaRuntime:
 
         Raises:
             DeviceMemoryError: either is so.
+            TensorError: it is no tensor.
         """
-        owner = view.owner
+        try:
+            owner = view.owner
+        except AttributeError:
+            raise TensorError(f"expected a tensor of this package, got {type(view).__name__}") from None
         if owner.runtime is not self:
             raise DeviceMemoryError(f"{view!r} belongs to another runtime, not to this one on {self.device}")
         if owner.is_freed:
             raise DeviceMemoryError(f"{view!r} was freed")
+
+    def _check_target(self, view: TensorView, operation: str) -> None:
+        """As :meth:`check_operand`, for a view that is to be overwritten from its first byte to its last."""
+        self.check_operand(view)
+        if not isinstance(view, TensorMut):
+            raise TensorError(f"{operation} into {view!r}, which is read-only")
+        if not view.is_contiguous:
+            raise TensorError(f"{operation} into a strided tensor: shape {view.shape}, strides {view.strides}")
 
     def _tensor(self, metadata: TensorMetadata, operation: str) -> TensorMut:
         owner = self._memory.alloc(metadata.nbytes, operation=operation)
@@ -362,15 +426,22 @@ class CudaRuntime:
 
     def array_interface(self, view: TensorView) -> dict[str, Any]:
         self.check_operand(view)
-        return interop.array_interface(view, self._driver.name, self._streams.compute)
+        return interop.array_interface(view, self._driver.name, self._streams.current)
 
     def to_dlpack(self, view: TensorView, **request: Any) -> Any:
         self.check_operand(view)
         if self._driver.name == "host":
             return interop.export_host_copy(self.read(view), view.metadata, **request)
         with self._session.driving("__dlpack__", in_capture=True):
-            capturing = self._session.capturing
-            return interop.export_dlpack(view, self._streams, self.dlpack_device(), capturing=capturing, **request)
+            session = self._session
+            return interop.export_dlpack(
+                view,
+                self._streams,
+                self.dlpack_device(),
+                capturing=session.capturing,
+                later=session.dropped.append,
+                **request,
+            )
 
     def dlpack_device(self) -> tuple[int, int]:
         return interop.dlpack_device(self._driver.name, self._primary.device)
@@ -378,7 +449,13 @@ class CudaRuntime:
     # Raw memory, by address.
 
     def alloc_raw(self, nbytes: int) -> int:
-        """The address of ``nbytes`` (at least one) of device memory, until :meth:`free_raw`."""
+        """The address of ``nbytes`` (at least one) of device memory, until :meth:`free_raw`.
+
+        Raises:
+            DeviceMemoryError: ``nbytes`` is no whole number, negative, or beyond any address space.
+            OutOfMemoryError: the driver has no room for it.
+            CaptureError: the runtime is capturing.
+        """
         with self._session.lock:
             allocation = self._memory.alloc(nbytes)
             self._raw[allocation.ptr] = allocation
@@ -393,7 +470,8 @@ class CudaRuntime:
         with self._session.lock:
             allocation = self._raw.get(ptr)
             if allocation is None:
-                raise DeviceMemoryError(f"free_raw of 0x{ptr:x}, which alloc_raw did not return or which was freed")
+                address = hex(ptr) if isinstance(ptr, int) else repr(ptr)
+                raise DeviceMemoryError(f"free_raw of {address}, which alloc_raw did not return or which was freed")
             allocation.free()
             del self._raw[ptr]
 
@@ -409,6 +487,9 @@ class CudaRuntime:
         """Memory outside the pool: its address is nobody else's until the last owner has let it go.
 
         It returns to the driver once the work queued until then is done.
+
+        Raises:
+            DeviceMemoryError, OutOfMemoryError, CaptureError: as :meth:`alloc_raw`.
         """
         return self._memory.alloc(nbytes, pooled=False, operation="alloc_graph_stable")
 
@@ -418,27 +499,56 @@ class CudaRuntime:
             self._memory.trim()
 
     def htod(self, array: ArrayLike, dst: int) -> None:
-        """Copy an array's bytes to a device address, in stream order; they are taken before the call returns."""
-        self._transfers.upload(dst, np.ascontiguousarray(array), operation="htod")
+        """Copy an array's bytes to a device address, in stream order; they are taken before the call returns.
+
+        Raises:
+            TensorError: the array holds Python objects.
+            CaptureError: the runtime is capturing.
+            DriverError: the driver does not know the address.
+        """
+        self._transfers.upload(dst, _plain(array, "htod"), operation="htod")
 
     def dtoh(self, array: np.ndarray, src: int) -> None:
-        """Fill a contiguous, writable array from a device address; blocks until it is there."""
+        """Fill a contiguous, writable array from a device address; blocks until it is there.
+
+        Raises:
+            TensorError: the array is not contiguous, read-only, or holds Python objects.
+            CaptureError: the runtime is capturing.
+            DriverError: the driver does not know the address.
+            DeviceFaultError: the work queued before faulted.
+        """
+        _plain(array, "dtoh")
         if not array.flags.c_contiguous or not array.flags.writeable:
             raise TensorError("dtoh needs a C-contiguous, writable array")
         self._transfers.download(array, src, operation="dtoh")
 
     def dtod(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy between device addresses in stream order; legal in a capture."""
-        with self._recorded("dtod", "memcpy", nbytes, addresses=(dst, src)):
+        """Copy between device addresses in stream order; legal in a capture.
+
+        Raises:
+            DeviceMemoryError: ``nbytes`` is negative, or the two ranges overlap.
+        """
+        _check_ranges("dtod", dst, src, nbytes)
+        with self._recorded("dtod", CopyWork(dst, src, nbytes)):
             self._transfers.copy(dst, src, nbytes)
 
     def htod_async(self, array: ArrayLike, dst: int) -> None:
         """:meth:`htod` on the transfer stream, between fences to the compute stream."""
-        self._transfers.upload(dst, np.ascontiguousarray(array), asynchronous=True, operation="htod_async")
+        self._transfers.upload(dst, _plain(array, "htod_async"), asynchronous=True, operation="htod_async")
 
     def dtoh_async(self, src: int, nbytes: int) -> PendingRead:
         """Start copying ``nbytes`` to the host on the transfer stream; ``.numpy()`` of it waits."""
         return self._transfers.download_async(src, TensorMetadata(uint8, (nbytes,)), operation="dtoh_async")
+
+    def dtod_async(self, dst: int, src: int, nbytes: int) -> None:
+        """:meth:`dtod` on the transfer stream, between fences to the compute stream; not legal in a capture.
+
+        Raises:
+            DeviceMemoryError: ``nbytes`` is negative, or the two ranges overlap.
+            CaptureError: the runtime is capturing.
+        """
+        _check_ranges("dtod_async", dst, src, nbytes)
+        self._transfers.copy(dst, src, nbytes, asynchronous=True)
 
     # Kernels.
 
@@ -487,24 +597,61 @@ class CudaRuntime:
         """Refuse ``op`` where NVRTC would not find ``mma.h``, saying how to get it."""
         self._compiler.require_tensor_core_headers(op)
 
+    def tensor_map(
+        self,
+        dtype: DataType,
+        address: int,
+        extents: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> TensorMap:
+        """A tensor map for a parameter of the kind ``tensor_map``: copies of boxes, with the 128-byte swizzle.
+
+        Args:
+            dtype: of the elements.
+            address: of element 0, a multiple of 16.
+            extents: elements along each of 1 to 5 dimensions, the innermost first.
+            strides: bytes between elements along each dimension but the innermost, multiples of 16.
+            box: elements along each dimension of a box, at most 256, and at most 128 bytes innermost.
+
+        Raises:
+            DriverError: the driver does not take such a map.
+        """
+        encode, data_type = self._driver.tensor_map_encode_tiled, dtype.name.upper()
+        return TensorMap.at(address, lambda moved: encode(data_type, moved, extents, strides, box))
+
     def prepare(self, function: LoadedFunction, config: LaunchConfig, *arguments: Any, op: str = "") -> PreparedLaunch:
         """Check and pack one launch; a tensor stands for its address.
 
         ``op`` names the operator that it serves, for traces and pictures of graphs.
 
         Raises:
-            LaunchError: the count or a kind is wrong, or the device cannot give the grid or shared memory.
+            LaunchError: the count or a kind is wrong, the device cannot give the grid or shared memory or the kernel
+                a block of that size, or the function is another runtime's.
             DeviceMemoryError: a tensor is dead or another runtime's.
         """
+        self._check_function(function)
         for argument in arguments:
             if isinstance(argument, TensorView):
                 self.check_operand(argument)
         limits = self.capabilities
         if config.grid[0] > limits.max_grid_dim_x:
             raise LaunchError(f"{function.spec.entry}: grid.x = {config.grid[0]} exceeds {limits.max_grid_dim_x}")
+        threads = prod(config.block)
+        if threads > function.max_threads:
+            raise LaunchError(
+                f"{function.spec.entry}: block {config.block} has {threads} threads; "
+                f"the kernel's registers and shared memory allow {function.max_threads}"
+            )
         if config.shared_bytes:
             function.require_dynamic_shared(config.shared_bytes, limits.shared_memory_per_block_optin)
         return PreparedLaunch(function, config, arguments, op=op)
+
+    def _check_function(self, function: LoadedFunction) -> None:
+        if function.module.cache is not self._modules:
+            raise LaunchError(
+                f"{function.spec.entry} was loaded by another runtime, not by this one on {self.device}; load it here"
+            )
 
     def launch(self, prepared: PreparedLaunch, operands: Sequence[TensorView | None] | None = None) -> None:
         """Enqueue a prepared launch on the compute stream: the one place where a kernel starts.
@@ -515,7 +662,10 @@ class CudaRuntime:
 
         Raises:
             DeviceMemoryError: a tensor was freed since it was given to :meth:`prepare`.
+            LaunchError: it was prepared by another runtime.
         """
+        if prepared.function.module.cache is not self._modules:
+            self._check_function(prepared.function)
         if operands is None:
             operands = prepared.operands
             if prepared.checked != self._memory.explicit_frees:
@@ -532,7 +682,7 @@ class CudaRuntime:
             config = prepared.config
             enqueue: Callable[..., None] = session.enqueue
             if session.tracer is not None:
-                enqueue = partial(session.tracer.run, prepared.activity, self._streams.compute, enqueue)
+                enqueue = partial(session.tracer.run, prepared.activity, self._streams.current, enqueue)
             try:
                 enqueue(
                     self._driver.launch_kernel,
@@ -540,7 +690,7 @@ class CudaRuntime:
                     config.grid,
                     config.block,
                     config.shared_bytes,
-                    self._streams.compute,
+                    self._streams.current,
                     prepared.params,
                 )
             except DriverError as error:
@@ -548,22 +698,15 @@ class CudaRuntime:
                 raise
             self._counters.launches += 1
             if session.capturing:
-                self._recorder.record(prepared.label, operands, prepared.activity)
-                self._recorder.own(self._raw_memory(prepared.addresses()))
+                work = LaunchWork(prepared)
+                self._recorder.record(prepared.label, operands, work, self._raw_memory(work.addresses))
             else:
                 session.enqueued(prepared.label)
             if session.eager_sync and not session.capturing:
                 self.synchronize()
 
     @contextmanager
-    def _recorded(
-        self,
-        label: str,
-        kind: str,
-        nbytes: int,
-        operands: Sequence[TensorView] = (),
-        addresses: Sequence[int] = (),
-    ) -> Iterator[None]:
+    def _recorded(self, label: str, work: CopyWork | FillWork, operands: Sequence[TensorView] = ()) -> Iterator[None]:
         """Around one copy or fill: what :meth:`launch` does around a kernel."""
         with self._session.lock:
             try:
@@ -572,19 +715,47 @@ class CudaRuntime:
                 self._recorder.failed(label, error)
                 raise
             if self._session.capturing:
-                activity = Activity(kind, label, {"bytes": nbytes}) if nbytes else None
-                self._recorder.record(label, operands, activity)
-                self._recorder.own(self._raw_memory(addresses))
+                raw = self._raw_memory(work.addresses)
+                self._recorder.record(label, operands, work if work.nbytes else None, raw)
             else:
                 self._session.enqueued(label)
 
-    def exclusive(self) -> threading.RLock:
-        """The runtime's lock, for a ``with`` that has to see several calls undisturbed by other threads."""
+    def exclusive(self) -> AbstractContextManager[None]:
+        """The runtime's lock, for a ``with`` that has to see several calls undisturbed by other threads.
+
+        Raises:
+            CaptureError: on entry: this thread captures on another runtime, or a thread has ended in a capture.
+        """
         return self._session.lock
 
     def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
         """Keep ``resources`` alive with the graph that is being recorded; nothing to do outside a capture."""
         self._recorder.retain(resources)
+
+    # Streams side by side.
+
+    def fork(self) -> AbstractContextManager[Fork]:
+        """Work side by side, in a capture or out of it::
+
+            with rt.fork() as fork:
+                with fork.branch():
+                    rt.launch(a)
+                with fork.branch():
+                    rt.launch(b)
+                rt.launch(c)  # beside both
+            rt.launch(d)  # after all three
+
+        Every branch begins after the work queued before the fork; the end of the body joins them all. Between
+        the two nothing orders one branch after another, so that none may use what another writes, and a kernel
+        object, which has one workspace, is executed in one of them only. Everything that works in stream order
+        follows the branch that is entered: launches, copies, fills, reads, replays, and ``rt.stream``.
+
+        Other threads' calls wait until the fork has ended.
+
+        Raises:
+            RuntimeStateError: the runtime is closed.
+        """
+        return open_fork(self._session, self._streams, self._memory, self._counters, self._recorder.failed)
 
     # Graphs.
 
@@ -627,12 +798,18 @@ class CudaRuntime:
         *,
         mode: CaptureMode = CaptureMode.THREAD_LOCAL,
     ) -> None:
-        """Open a capture of the slot's next segment, after every kernel was asked for its support."""
-        graph = self._slots.get(slot)
-        if graph is None or graph.is_closed:
-            graph = self._new_graph(f"the {slot.value} graph")
-        self._recorder.begin(graph, kernels, mode)
-        self._slots[slot] = graph
+        """Open a capture of the slot's next segment, after every kernel was asked for its support.
+
+        Raises:
+            CaptureError: a kernel declines, or a capture is open.
+        """
+        slot = GraphSlot(slot)
+        with self._session.lock:
+            graph = self._slots.get(slot)
+            if graph is None or graph.is_closed:
+                graph = self._new_graph(f"the {slot.value} graph")
+            self._recorder.begin(graph, kernels, mode)
+            self._slots[slot] = graph
 
     def end_graph_capture(self) -> CapturedGraph:
         """Close the capture and install its segment."""
@@ -656,9 +833,15 @@ class CudaRuntime:
 
     def graph_segment_count(self, slot: GraphSlot = GraphSlot.PRIMARY) -> int:
         """How many segments the slot's graph has."""
-        return self._slots[slot].segment_count if slot in self._slots else 0
+        graph = self._slots.get(GraphSlot(slot))
+        return 0 if graph is None else graph.segment_count
 
     def has_graph_executable(self, slot: GraphSlot = GraphSlot.PRIMARY) -> bool:
+        """Whether the slot's graph has a segment to replay.
+
+        Raises:
+            GraphError: there is no such slot.
+        """
         return self.graph_segment_count(slot) > 0
 
     def reset_graph(self, slot: GraphSlot = GraphSlot.PRIMARY) -> bool:
@@ -673,10 +856,11 @@ class CudaRuntime:
                 operation="reset_graph",
                 state="capturing",
             )
-        had_graph = self.has_graph_executable(slot)
-        graph = self._slots.pop(slot, None)
-        if graph is not None:
-            graph.close()
+        with self._session.lock:
+            had_graph = self.has_graph_executable(slot)
+            graph = self._slots.pop(GraphSlot(slot), None)
+            if graph is not None:
+                graph.close()
         return had_graph
 
     def is_capturing(self) -> bool:
@@ -695,6 +879,7 @@ class CudaRuntime:
         return graph
 
     def _slot(self, slot: GraphSlot) -> CapturedGraph:
+        slot = GraphSlot(slot)
         graph = self._slots.get(slot)
         if graph is None:
             raise GraphError(f"cannot replay CUDA graph because no executable is installed in the {slot.value} slot")
@@ -736,6 +921,25 @@ class CudaRuntime:
         return f"CudaRuntime({self.device!r}, {self.device_name!r}{', closed' if self.is_closed else ''})"
 
 
+def _plain(array: ArrayLike, operation: str) -> np.ndarray:
+    """``array`` as contiguous bytes that mean the same on the device."""
+    plain = np.ascontiguousarray(array)
+    if plain.dtype.hasobject:
+        raise TensorError(f"{operation} of an array of dtype {plain.dtype}, which holds Python objects")
+    return plain
+
+
+def _overlap(one: int, other: int, nbytes: int) -> bool:
+    return one < other + nbytes and other < one + nbytes
+
+
+def _check_ranges(operation: str, dst: int, src: int, nbytes: int) -> None:
+    if nbytes < 0:
+        raise DeviceMemoryError(f"{operation} of {nbytes} bytes: a size is at least 0")
+    if _overlap(dst, src, nbytes):
+        raise DeviceMemoryError(f"{operation} of {nbytes} bytes from 0x{src:x} to 0x{dst:x}, which overlap")
+
+
 _open_runtimes: weakref.WeakSet[CudaRuntime] = weakref.WeakSet()
 
 _EXIT_PATIENCE = 1.0
@@ -747,7 +951,7 @@ def _close_all() -> None:
     for runtime in list(_open_runtimes):
         lock = runtime._session.lock
         # A daemon thread may never give it back; what is open then ends with the process.
-        if not lock.acquire(timeout=_EXIT_PATIENCE):
+        if not lock.acquire_within(_EXIT_PATIENCE):
             continue
         try:
             runtime.close()

@@ -43,6 +43,7 @@ class RuntimeStats(StatsTable):
         live_bytes: device memory held from the driver, in use or pooled.
         pool_hits: allocations served without the driver.
         pool_retained_bytes: free memory kept for reuse.
+        deferred_bytes: memory given up that goes back once queued work is done; kept if the context is lost.
         htod_copies, dtoh_copies, dtod_copies: copies by direction; ``*_bytes`` their bytes.
         async_copies: those of them that ran on the transfer stream.
         memsets: device memory fills.
@@ -51,6 +52,8 @@ class RuntimeStats(StatsTable):
         compile_seconds: time spent compiling.
         graphs_captured: segments recorded to an executable graph.
         graph_replays: segments launched.
+        graph_rebinds: times that a graph was given other tensors or numbers.
+        forks: stretches of work with branches.
         aborted_captures: captures that ended without a graph.
         synchronizations: waits for the device.
     """
@@ -64,6 +67,7 @@ class RuntimeStats(StatsTable):
     live_bytes: int = 0
     pool_hits: int = 0
     pool_retained_bytes: int = 0
+    deferred_bytes: int = 0
     htod_copies: int = 0
     htod_bytes: int = 0
     dtoh_copies: int = 0
@@ -77,6 +81,8 @@ class RuntimeStats(StatsTable):
     compile_seconds: float = 0.0
     graphs_captured: int = 0
     graph_replays: int = 0
+    graph_rebinds: int = 0
+    forks: int = 0
     aborted_captures: int = 0
     synchronizations: int = 0
 
@@ -102,7 +108,7 @@ class RuntimeCounters:
     def reset(self) -> None:
         """Zero everything but the levels, which describe the present and not the past."""
         for name in self.__slots__:
-            if name not in ("live_bytes", "pool_retained_bytes"):
+            if name not in ("live_bytes", "pool_retained_bytes", "deferred_bytes"):
                 setattr(self, name, 0)
 
 

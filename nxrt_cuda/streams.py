@@ -1,4 +1,4 @@
-"""The two streams of a runtime, and the events that order them and tell when work is done."""
+"""The streams of a runtime, and the events that order them and tell when work is done."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nxrt_cuda.context import Session
-from nxrt_cuda.errors import DriverError
+from nxrt_cuda.errors import DriverError, RuntimeStateError
 
 __all__ = ["Streams"]
 
+_PER_THREAD = 2
+"""``CU_STREAM_PER_THREAD``."""
+
 
 class Streams:
-    """A compute stream, on which every kernel runs in order, and a transfer stream beside it.
+    """A compute stream, on which kernels run in order, a transfer stream beside it, and the branches of forks.
 
     Attributes:
         compute: the handle of the compute stream; the caller's own where one was given.
         transfer: the handle of the transfer stream.
+        current: where work goes now: the compute stream, or a branch of an open fork.
+        forks: how many forks are open, one within the other.
+        branches: streams that have forked and not been joined.
     """
 
     def __init__(self, session: Session, foreign: int | None) -> None:
@@ -24,12 +30,21 @@ class Streams:
         self._driver = session.driver
         # All events, idle or not: whoever has one may keep it for good.
         self._events: list[int] = []
-        self._idle_events: list[int] = []
-        self._idle_timing_events: list[int] = []
+        # Those that know their time, and those that do not.
+        self._idle_events: dict[bool, list[int]] = {True: [], False: []}
         self._owned: list[int] = []
+        self.forks = 0
+        self.branches: list[int] = []
+        self._idle_branches: list[int] = []
+        if foreign == _PER_THREAD:
+            raise RuntimeStateError(
+                "stream handle 2 is CUDA's per-thread default stream, another one for each thread, so that the work of "
+                "several threads would have no order; give a stream of your own"
+            )
         try:
             self.compute = self._create() if foreign is None else foreign
             self.transfer = self._create()
+            self.current = self.compute
         except BaseException:
             self.close()
             raise
@@ -39,37 +54,26 @@ class Streams:
         self._owned.append(stream)
         return stream
 
-    def record(self, stream: int) -> int:
-        """An event that completes once the work queued on ``stream`` so far is done."""
-        event = self._take(self._idle_events, timing=False)
+    def record(self, stream: int, *, timing: bool = False) -> int:
+        """An event that completes once the work queued on ``stream`` so far is done; with ``timing`` it knows when."""
+        event = self._take(timing)
         try:
             self._driver.event_record(event, stream)
         except DriverError:
-            self._idle_events.append(event)
+            self.recycle(event, timing=timing)
             raise
         return event
 
-    def recycle(self, event: int) -> None:
-        """Take back an event that nobody waits for any more; makes no driver call, so that a finaliser may call it."""
-        self._idle_events.append(event)
+    def recycle(self, event: int, *, timing: bool = False) -> None:
+        """Take back an event that nobody waits for any more, recorded with this ``timing``.
 
-    def record_timing(self, stream: int) -> int:
-        """As :meth:`record`, an event that knows its time."""
-        event = self._take(self._idle_timing_events, timing=True)
+        Makes no driver call, so that a finaliser may call it.
+        """
+        self._idle_events[timing].append(event)
+
+    def _take(self, timing: bool) -> int:
         try:
-            self._driver.event_record(event, stream)
-        except DriverError:
-            self._idle_timing_events.append(event)
-            raise
-        return event
-
-    def recycle_timing(self, event: int) -> None:
-        """As :meth:`recycle`, for an event of :meth:`record_timing`."""
-        self._idle_timing_events.append(event)
-
-    def _take(self, idle: list[int], *, timing: bool) -> int:
-        try:
-            return idle.pop()
+            return self._idle_events[timing].pop()
         except IndexError:
             event = self._driver.event_create(timing)
             self._events.append(event)
@@ -85,20 +89,62 @@ class Streams:
             self.recycle(event)
 
     @contextmanager
-    def beside_compute(self) -> Iterator[int]:
-        """The transfer stream, for work between the compute work queued before the body and after it.
+    def beside(self) -> Iterator[int]:
+        """The transfer stream, for work between the current stream's queued before the body and after it.
 
         A closing fence that fails is made up for by waiting, for without one that work would run at any time.
         """
-        self.fence(self.compute, self.transfer)
+        current = self.current
+        self.fence(current, self.transfer)
         try:
             yield self.transfer
         finally:
             try:
-                self.fence(self.transfer, self.compute)
+                self.fence(self.transfer, current)
             except DriverError:
                 self._driver.stream_synchronize(self.transfer)
                 raise
+
+    def begin_branch(self, event: int) -> int:
+        """A stream of its own that starts after ``event``."""
+        branch = self._idle_branches.pop() if self._idle_branches else self._create()
+        try:
+            self._driver.stream_wait_event(branch, event)
+        except BaseException:
+            self._idle_branches.append(branch)
+            raise
+        self.branches.append(branch)
+        return branch
+
+    def join_branch(self, branch: int, origin: int) -> None:
+        """Work queued on ``origin`` from now on waits for what is queued on ``branch``; does nothing the second time.
+
+        Outside a capture, a fence that fails is made up for by waiting; the capture that lacks one has failed.
+        """
+        if branch not in self.branches:
+            return
+        try:
+            self.fence(branch, origin)
+        except DriverError:
+            if not self._session.capturing:
+                self._driver.stream_synchronize(branch)
+            self._end_branch(branch)
+            raise
+        self._end_branch(branch)
+
+    def _end_branch(self, branch: int) -> None:
+        self.branches.remove(branch)
+        self._idle_branches.append(branch)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """All streams, as traces call them."""
+        branches = [stream for stream in self._owned if stream not in (self.compute, self.transfer)]
+        return {
+            self.compute: "compute stream",
+            self.transfer: "transfer stream",
+            **{stream: f"branch {number}" for number, stream in enumerate(branches, 1)},
+        }
 
     def wait(self, stream: int, operation: str) -> None:
         """Block until the work queued on ``stream`` so far is done.
@@ -109,13 +155,14 @@ class Streams:
         session = self._session
         with session.driving(operation):
             event = self.record(stream)
-            mark = session.mark()
+            # Of several streams at work, the end of one says little of what was enqueued.
+            mark = session.mark() if stream == self.compute and not self.branches else None
         try:
             with session.traced("synchronize", f"wait: {operation}", {}):
                 self.wait_event(event)
         finally:
             self.recycle(event)
-        if stream == self.compute:
+        if mark is not None:
             with session.lock:
                 session.settle(mark)
 

@@ -71,6 +71,10 @@ class TensorMetadata:
     strides: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # Lists compare and hash otherwise than tuples.
+        for name in ("shape", "strides"):
+            if type(getattr(self, name)) is not tuple:
+                object.__setattr__(self, name, _whole(getattr(self, name), name))
         if any(extent < 0 for extent in self.shape):
             raise TensorError(f"shape {self.shape} has a negative extent")
         if not self.strides and self.shape:
@@ -195,9 +199,9 @@ class TensorView:
         """The same elements under another shape; the tensor must be contiguous.
 
         Raises:
-            TensorError: the tensor is strided, or the element counts differ.
+            TensorError: the tensor is strided, an extent is no whole number, or the element counts differ.
         """
-        shape = tuple(shape)
+        shape = _whole(shape, "shape")
         if not self.is_contiguous:
             raise TensorError(f"reshape of a strided tensor: shape {self.shape}, strides {self.strides}")
         if prod(shape) != self.metadata.elements:
@@ -251,6 +255,8 @@ class TensorMut(TensorView):
 
         Raises:
             TensorError: the shape differs, the cast is of another kind, or the tensor is strided.
+            DeviceMemoryError: the memory was freed.
+            CaptureError: the runtime is capturing.
         """
         self.runtime.write(self, array)
 
@@ -259,6 +265,7 @@ class TensorMut(TensorView):
 
         Raises:
             DeviceMemoryError: a live graph or an export still refers to it.
+            CaptureError: the runtime is capturing.
         """
         self.owner.free()
 
@@ -269,11 +276,14 @@ def as_metadata(shape: Sequence[int], dtype: object) -> TensorMetadata:
     Raises:
         TensorError: an extent is negative or no whole number, or the dtype is unknown here.
     """
+    return _contiguous(data_type(dtype), _whole(shape, "shape"))
+
+
+def _whole(values: Sequence[int], name: str) -> tuple[int, ...]:
     try:
-        extents = tuple(as_index(extent) for extent in shape)
+        return tuple(as_index(value) for value in values)
     except TypeError:
-        raise TensorError(f"the extents of shape {shape!r} must be whole numbers") from None
-    return _contiguous(data_type(dtype), extents)
+        raise TensorError(f"the extents of {name} {values!r} must be whole numbers") from None
 
 
 _contiguous = lru_cache(maxsize=1024)(TensorMetadata)

@@ -18,7 +18,7 @@ class TimingEvent:
         self._session = session
         self._streams = streams
         with session.driving("record_event"):
-            self._handle = streams.record_timing(streams.compute)
+            self._handle = streams.record(streams.current, timing=True)
 
     def elapsed_time(self, end: TimingEvent) -> float:
         """Milliseconds from this mark to ``end``, to about half a microsecond; blocks until ``end`` is reached.
@@ -34,4 +34,4 @@ class TimingEvent:
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
-            self._streams.recycle_timing(self._handle)
+            self._streams.recycle(self._handle, timing=True)

@@ -236,7 +236,7 @@ class Trace:
         yield _named("process_name", _DEVICE_PROCESS, 0, self._about.get("device", "device"))
         for thread, name in list(self._threads.items()):
             yield _named("thread_name", process, thread, name)
-        tracks = {self._streams.compute: (1, "compute stream"), self._streams.transfer: (2, "transfer stream")}
+        tracks = {stream: (track, name) for track, (stream, name) in enumerate(self._streams.names.items(), 1)}
         for track, name in tracks.values():
             yield _named("thread_name", _DEVICE_PROCESS, track, name)
         for span in list(self._host):
@@ -313,7 +313,7 @@ class Trace:
             return None
         try:
             with self._session.current():
-                return self._streams.record_timing(stream)
+                return self._streams.record(stream, timing=True)
         except DeviceFaultError:
             raise
         except DriverError:
@@ -366,7 +366,7 @@ class Trace:
         best = None
         for _ in range(_ALIGNMENTS):
             before = perf_counter()
-            event = self._streams.record_timing(self._streams.compute)
+            event = self._streams.record(self._streams.compute, timing=True)
             self._session.driver.event_synchronize(event)
             after = perf_counter()
             if best is None or after - before < best[0]:
@@ -413,7 +413,7 @@ class Trace:
 
     def _recycle(self, *events: int) -> None:
         for event in events:
-            self._streams.recycle_timing(event)
+            self._streams.recycle(event, timing=True)
 
 
 def _word(activity: Activity) -> str:

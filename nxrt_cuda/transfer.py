@@ -2,8 +2,9 @@
 
 An upload is staged: its bytes are copied out of the caller's array before the call returns, so no
 queued work ever reads memory that Python may recycle. Asynchronous copies run on the transfer stream
-between two fences: they start after the compute work queued before them, and compute work queued after
-them waits. No copy to or from the host is legal in a capture, where it would record a host address.
+between two fences: they start after the work queued before them on the compute stream, or in a branch on
+that one, and work queued there after them waits. No copy to or from the host is legal in a capture, where
+it would record a host address.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ class _Staging:
         self._streams = streams
         self._idle: dict[int, list[_Pinned]] = {}
         self._buffers: list[_Pinned] = []
-        # Finalisers append here too, so entries are not in order of completion.
+        # What is dropped joins late, so entries are not in order of completion.
         self.in_flight: deque[tuple[int, _Pinned]] = deque()
+        # Finalisers append here, on any thread and at any instruction; everything else needs the runtime's lock.
+        self.dropped: deque[tuple[int, _Pinned]] = deque()
 
     def take(self, nbytes: int) -> _Pinned:
         """A buffer of at least ``nbytes``; waits for the oldest copy once too much is in flight."""
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        while self.dropped:
+            self.in_flight.append(self.dropped.popleft())
         self._collect(waiting=sum(p.bytes.size for _, p in self.in_flight) + size > _IN_FLIGHT_LIMIT)
         idle = self._idle.get(size)
         if idle:
@@ -78,6 +83,7 @@ class _Staging:
     def close(self) -> None:
         """Free every buffer; all copies must be done. After a failure, goes on where it stopped."""
         self.in_flight.clear()
+        self.dropped.clear()
         self._idle.clear()
         while self._buffers:
             self._driver.mem_host_free(self._buffers[-1].address)
@@ -116,7 +122,7 @@ class PendingRead:
     def __del__(self) -> None:
         buffer = getattr(self, "_buffer", None)
         if buffer is not None:
-            self._transfers.staging.in_flight.append((self._event, buffer))
+            self._transfers.staging.dropped.append((self._event, buffer))
 
 
 class Transfers:
@@ -127,7 +133,6 @@ class Transfers:
         self._streams = streams
         self._counters = counters
         self.staging = _Staging(session, streams)
-        self._abandoned: list[np.ndarray] = []
 
     def upload(self, dst: int, source: np.ndarray, *, asynchronous: bool = False, operation: str) -> None:
         """Copy a contiguous array to ``dst``, in order of the compute stream or on the transfer stream."""
@@ -135,7 +140,7 @@ class Transfers:
         session, streams = self._session, self._streams
         with session.driving(operation) as driver:
             with (
-                streams.beside_compute() if asynchronous else nullcontext(streams.compute) as stream,
+                streams.beside() if asynchronous else nullcontext(streams.current) as stream,
                 self._traced("HtoD", raw.size, stream, operation),
             ):
                 for start in range(0, raw.size, _CHUNK):
@@ -153,25 +158,45 @@ class Transfers:
             self._counters.async_copies += asynchronous
 
     def download(self, target: np.ndarray, src: int, *, operation: str) -> None:
-        """Fill a contiguous array from ``src`` once queued work is done; blocks."""
-        with self._session.driving(operation) as driver:
-            if target.nbytes:
-                with self._traced("DtoH", target.nbytes, self._streams.compute, operation):
-                    driver.memcpy_dtoh_async(target.ctypes.data, src, target.nbytes, self._streams.compute)
-        try:
-            self._streams.wait(self._streams.compute, operation)
-        except BaseException:
-            # The copy may still be under way; it must not write to what Python has recycled.
-            self._abandoned.append(target)
-            raise
+        """Fill a contiguous array from ``src`` once queued work is done; blocks.
+
+        The bytes go through page-locked buffers: a copy to other memory would be made, and waited for, within the
+        driver call, with the runtime's lock held. Up to 64 MiB are of one moment in the order of the stream; a
+        larger array is read in stretches of that size.
+        """
+        raw = target.reshape(-1).view(np.uint8)
+        for start in range(0, max(raw.size, 1), _IN_FLIGHT_LIMIT):
+            self._download_stretch(raw[start : start + _IN_FLIGHT_LIMIT], src + start, operation)
         with self._session.lock:
             self._counters.dtoh_copies += 1
-            self._counters.dtoh_bytes += target.nbytes
+            self._counters.dtoh_bytes += raw.size
+
+    def _download_stretch(self, raw: np.ndarray, src: int, operation: str) -> None:
+        chunks = [raw[start : start + _CHUNK] for start in range(0, raw.size, _CHUNK)]
+        buffers: list[_Pinned] = []
+        with self._session.driving(operation) as driver:
+            stream = self._streams.current
+            with self._traced("DtoH", raw.size, stream, operation) if chunks else nullcontext():
+                for index, chunk in enumerate(chunks):
+                    buffer = self.staging.take(chunk.size)
+                    try:
+                        driver.memcpy_dtoh_async(buffer.address, src + index * _CHUNK, chunk.size, stream)
+                    except BaseException:
+                        self.staging.put(buffer)
+                        raise
+                    buffers.append(buffer)
+        # After a failure a copy may still be under way: its buffer is not used again, and freed with the runtime.
+        self._streams.wait(stream, operation)
+        for chunk, buffer in zip(chunks, buffers, strict=True):
+            chunk[:] = buffer.bytes[: chunk.size]
+        with self._session.lock:
+            for buffer in buffers:
+                self.staging.put(buffer)
 
     def download_async(self, src: int, metadata: TensorMetadata, *, operation: str) -> PendingRead:
         """Start copying a contiguous tensor to the host on the transfer stream."""
         with self._session.driving(operation) as driver:
-            with self._streams.beside_compute() as transfer:
+            with self._streams.beside() as transfer:
                 buffer = self.staging.take(max(metadata.nbytes, 1))
                 try:
                     if metadata.nbytes:
@@ -199,21 +224,27 @@ class Transfers:
                 self._streams.recycle(event)
                 self.staging.put(buffer)
 
-    def copy(self, dst: int, src: int, nbytes: int) -> None:
-        """Device to device on the compute stream; legal in a capture."""
-        with self._session.driving("dtod", in_capture=True) as driver:
+    def copy(self, dst: int, src: int, nbytes: int, *, asynchronous: bool = False) -> None:
+        """Device to device, on the current stream, which is legal in a capture, or on the transfer stream."""
+        session, streams = self._session, self._streams
+        operation = "dtod_async" if asynchronous else "dtod"
+        with session.driving(operation, in_capture=not asynchronous) as driver:
             if nbytes:
-                with self._traced("DtoD", nbytes, self._streams.compute, "dtod"):
-                    driver.memcpy_dtod_async(dst, src, nbytes, self._streams.compute)
+                with (
+                    streams.beside() if asynchronous else nullcontext(streams.current) as stream,
+                    self._traced("DtoD", nbytes, stream, operation),
+                ):
+                    driver.memcpy_dtod_async(dst, src, nbytes, stream)
             self._counters.dtod_copies += 1
             self._counters.dtod_bytes += nbytes
+            self._counters.async_copies += asynchronous
 
     def fill(self, dst: int, value: int, nbytes: int) -> None:
-        """Set bytes on the compute stream; legal in a capture."""
+        """Set bytes on the current stream; legal in a capture."""
         with self._session.driving("memset", in_capture=True) as driver:
             if nbytes:
-                with self._session.traced("memset", "memset", {"bytes": nbytes, "value": value}, self._streams.compute):
-                    driver.memset_d8_async(dst, value, nbytes, self._streams.compute)
+                with self._session.traced("memset", "memset", {"bytes": nbytes, "value": value}, self._streams.current):
+                    driver.memset_d8_async(dst, value, nbytes, self._streams.current)
             self._counters.memsets += 1
 
     def _traced(self, direction: str, nbytes: int, stream: int, operation: str) -> AbstractContextManager[object]:
@@ -222,5 +253,4 @@ class Transfers:
 
     def close(self) -> None:
         """Free the staging buffers; all copies must be done. After a failure, goes on where it stopped."""
-        self._abandoned.clear()
         self.staging.close()

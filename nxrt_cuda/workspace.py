@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nxrt_cuda.capture import DeviceGraphResource
 from nxrt_cuda.errors import CaptureError
-from nxrt_cuda.kernel import DeviceGraphResource
 from nxrt_cuda.stats import WorkspaceLedger, WorkspaceStats
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ class Workspace:
 
     A larger candidate replaces the present slot only when the caller publishes it, after the launches
     that use it were accepted: a failed execution leaves the workspace as it was. The replaced slot
-    lives on in the graphs that recorded it, and returns to the driver once queued work is done.
+    lives on in the graphs that recorded it, and returns to the driver once an event recorded after its
+    last use has completed. To what uses it, that is the same as draining the stream before freeing it,
+    and no thread waits.
     """
 
     def __init__(self, runtime: CudaRuntime, op: str, process_ledger: WorkspaceLedger) -> None:

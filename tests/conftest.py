@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nxrt_cuda as nx
-from tests.gpu_record import RECORD, source_digest
+from tests.gpu_record import NO_GPU, record_line
 from tests.small_kernels import HOST_ENTRIES
 
 pytest_plugins = ["nxrt_cuda.testing"]
@@ -20,12 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write tests/gpu/last_run.json after the GPU tests")
 
 
-def pytest_report_header() -> str:
-    if not RECORD.exists():
-        return "gpu record: none"
-    record = json.loads(RECORD.read_text())
-    age = "of the present sources" if record["sources"] == source_digest() else "STALE: the sources have changed since"
-    return f"gpu record: {record['passed']} passed on {record['device']}, {record['date']}, {age}"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.getreports("skipped") if str(report.longrepr[2]).endswith(NO_GPU)]
+    terminalreporter.write_line(record_line(len(skipped)))
 
 
 @pytest.fixture(autouse=True)

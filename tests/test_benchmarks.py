@@ -16,7 +16,7 @@ import pytest
 
 import nxrt_cuda as nx
 from benchmarks import attention, dsa, launch, report
-from benchmarks._bench import Bench, Peer, WrongResultError, relative_error
+from benchmarks._bench import Bench, Operands, Peer, WrongResultError, relative_error
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._timing import DeviceClock, Subject, time_subjects
 from nxrt_cuda.reference import HOST_ENTRIES
@@ -280,15 +280,10 @@ def test_peers_are_timed_judged_and_refused(rt: nx.CudaRuntime) -> None:
         raise WrongResultError("computes something else")
 
     case = attention.Case("f32", 1, 1, 1, 2, 2, 4, causal=True)
-    tensor = rt.zeros(case.shapes[0], case.element)
-    kernel = nx.create_kernel(rt, case.node, case.shapes)
-    output = rt.empty(case.shapes[0], case.element)
-
-    def call(i: int) -> None:
-        kernel.execute([tensor] * 3, [output])
-
-    call(0)
+    zeros = np.zeros(case.shapes[0], np.float32)
     bench = Bench(rt, quick=True)
+    warmed = bench.warm(case.node, rt.capabilities.l2_cache_bytes, lambda: Operands.upload(rt, [zeros] * 3, zeros))
+    assert len(warmed.sets) == 2
     vars(bench)["torch"] = FakeTorch()
     seen: list[int] = []
     peers = {
@@ -296,7 +291,7 @@ def test_peers_are_timed_judged_and_refused(rt: nx.CudaRuntime) -> None:
         "raises": Peer(refuse, lambda result: 0.0),
         "wrong": Peer(seen.append, reject),
     }
-    compared = bench.compare(kernel, call, 2, peers)
+    compared = bench.compare(warmed, peers)
     assert compared.ours.ms > 0
     assert compared.peers.keys() == {"works"}
     assert compared.peers["works"]["error"] == 0.25

@@ -101,7 +101,7 @@ def test_an_unknown_architecture_is_refused_before_compiling(target: str | tuple
     name = target if isinstance(target, str) else "sm_70"
     message = str(caught.value)
     assert caught.value.arch == name
-    assert f"cannot compile for {name}; it knows sm_75, sm_80" in message
+    assert f"cannot compile for {name!r}; it knows sm_75, sm_80" in message
     assert str(load_nvrtc()) in message
     assert load_nvrtc().path in message
     assert "nvidia-cuda-nvrtc" in message

@@ -1,4 +1,4 @@
-"""Importing the package: quick, and nothing of CUDA with it."""
+"""Importing the package, in a process of its own: quick, and nothing of CUDA with it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _python(code: str) -> str:
 
 
 def test_importing_loads_no_cuda() -> None:
-    """No module of cuda, no driver and no compiler, so that it works where there are none."""
+    """No module of cuda, no driver, no compiler and no test tool, so that it works where there are none."""
     loaded = _python(
         "import sys, nxrt_cuda\n"
-        "print([name for name in sys.modules if name.split('.')[0] == 'cuda'])\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('cuda', 'pytest', 'torch', 'cupy')])\n"
         "print([line for line in open('/proc/self/maps') if 'libcuda' in line or 'libnvrtc' in line])"
     )
     assert loaded.split("\n") == ["[]", "[]"]
@@ -49,6 +49,26 @@ def test_importing_works_without_the_cuda_packages() -> None:
 
 
 def test_importing_is_quick() -> None:
-    """Under 0.3 s of processor time with NumPy in it; the best of five, since other work may share the machine."""
-    code = "import time; start = time.process_time(); import nxrt_cuda; print(time.process_time() - start)"
-    assert min(float(_python(code)) for _ in range(5)) < 0.3
+    """Less than twice the processor time of NumPy beside it; the best of five, since others may share the machine."""
+    code = (
+        "from time import process_time as now\n"
+        "start = now(); import numpy, ml_dtypes; theirs = now() - start\n"
+        "start = now(); import nxrt_cuda; print((now() - start) / theirs)"
+    )
+    assert min(float(_python(code)) for _ in range(5)) < 2
+
+
+def test_opening_a_gpu_that_is_not_there_is_one_clear_error_each_time() -> None:
+    """Twice in a row, without hanging; and the default falls back to the host driver."""
+    opened = _python(
+        "import nxrt_cuda as nx\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        nx.open_runtime('cuda:0').close()\n"
+        "        print('there is a GPU')\n"
+        "    except nx.NoDeviceError as error:\n"
+        "        assert 'open_runtime(\"host\")' in str(error), error\n"
+        "        with nx.open_runtime() as rt:\n"
+        "            print(rt.device)\n"
+    )
+    assert opened in ("host\nhost", "there is a GPU\nthere is a GPU")

@@ -412,6 +412,53 @@ def test_a_capsule_that_nobody_consumes_lets_go(gpu: nx.CudaRuntime, version: tu
     x.free()
 
 
+@pytest.mark.parametrize(
+    ("consumer", "ordered"), [(None, 1), ("handle", "handle"), (-1, None), (2, None), ("own", None)]
+)
+def test_memory_is_reused_only_after_the_consumer_s_stream(
+    gpu: nx.CudaRuntime,
+    torchlike: nx.CudaRuntime,
+    driver: PretendGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    consumer: Any,
+    ordered: Any,
+) -> None:
+    """Whoever gets the memory next waits for what the consumer queued on the stream that it named."""
+    streams = {"handle": torchlike.stream, "own": gpu.stream}
+    x = gpu.zeros((4,), nx.float32)
+    address = x.ptr
+    done = consumed(x.__dlpack__(stream=streams.get(consumer, consumer)))
+    ordering = Ordering(driver, monkeypatch)
+    del x
+    calls = driver.calls_total
+    done()
+    gc.collect()
+    assert driver.calls_total == calls, "a finaliser may run in a capture, and calls no driver"
+    assert gpu.empty((4,), nx.float32).ptr == address
+    assert ordering.waits == ([] if ordered is None else [(streams.get(ordered, ordered), gpu.stream)])
+
+
+def test_a_consumer_s_stream_that_is_gone_holds_nothing_up(
+    gpu: nx.CudaRuntime, driver: PretendGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_on(driver) as torchlike:
+        x = gpu.zeros((4,), nx.float32)
+        done = consumed(x.__dlpack__(stream=torchlike.stream))
+    address = x.ptr
+    del x
+    done()
+    gc.collect()
+    assert gpu.empty((4,), nx.float32).ptr == address
+    assert "exported to with DLPack is gone" in caplog.text
+
+
+def test_a_tensor_of_the_same_runtime_is_not_shared_by_from_array(gpu: nx.CudaRuntime) -> None:
+    x = gpu.zeros((4,), nx.float32)
+    with pytest.raises(nx.TensorError, match="which is a tensor already; copy it with copy"):
+        gpu.from_array(x)
+    assert x.owner.pins == []
+
+
 def test_a_capsule_carries_version_flags_shape_and_strides(gpu: nx.CudaRuntime) -> None:
     x = gpu.from_array(np.arange(12, dtype=np.float16).reshape(3, 4))
     part = x.narrow(1, 1, 2)

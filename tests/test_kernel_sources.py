@@ -37,9 +37,10 @@ _KINDS = {
     "unsigned long long": "u64",
     "float": "f32",
     "double": "f64",
+    "__grid_constant__ TensorMap": "tensor_map",
 }
 _ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^()]*\)\s*)?(\w+)\s*\(([^()]*)\)\s*{'
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__(?:launch_bounds|cluster_dims)__\s*\([^()]*\)\s*)*(\w+)\s*\(([^()]*)\)\s*{'
 )
 _PARAMETER = re.compile(r"(?:const\s+)?([\w ]+?)\s*(\*?)\s*(?:__restrict__\s+)?(\w+)")
 
@@ -59,7 +60,7 @@ def test_the_parser_reads_every_kind_of_parameter() -> None:
     __global__ void internal(int x) {}
     extern "C" __global__ void __launch_bounds__(kThreads, 2) first(
         const Element* __restrict__ q, unsigned char *out, int rows, unsigned int n,
-        long long stride, unsigned long long big, float scale, double exact) {
+        long long stride, unsigned long long big, float scale, double exact, const __grid_constant__ TensorMap map) {
     }
     extern "C" __global__ void ENTRY(float* x) { f(x); }
     """
@@ -73,6 +74,7 @@ def test_the_parser_reads_every_kind_of_parameter() -> None:
             ("big", "u64"),
             ("scale", "f32"),
             ("exact", "f64"),
+            ("map", "tensor_map"),
         ],
         "ENTRY": [("x", "ptr")],
     }
@@ -107,15 +109,17 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_and_keeps_to_its_registers(pool: ProcessPoolExecutor, arch: str) -> None:
     """No spill, no stack frame, no warning, and a block of the declared size fits a multiprocessor."""
-    images = pool.map(partial(compile_spec, arch=arch), SPECS)
+    specs = [spec for spec in SPECS if spec.arch in (None, arch)]
+    images = pool.map(partial(compile_spec, arch=arch), specs)
     faults = [
-        f"{spec.label}: {fault}" for spec, image in zip(SPECS, images, strict=True) for fault in _faults(spec, image)
+        f"{spec.label}: {fault}" for spec, image in zip(specs, images, strict=True) for fault in _faults(spec, image)
     ]
     assert not faults, "\n".join(faults)
 
 
 def _faults(spec: KernelSpec, image: Image) -> Iterator[str]:
-    if image.kind != "cubin" or "warning" in image.log:
+    # ptxas numbers what it says of wgmma and setmaxnreg C75xx: products serialised, or registers not dealt out.
+    if image.kind != "cubin" or "warning" in image.log or "(C75" in image.log:
         yield image.log
     functions = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", image.log)
     if not functions:

@@ -17,7 +17,7 @@ import pytest
 
 import nxrt_cuda as nx
 from nxrt_cuda.launch import div_up
-from tests.small_kernels import ADD_ONE, MIXED, SCALE
+from tests.small_kernels import ADD_ONE, HOST_ENTRIES, MIXED, SCALE
 
 ONE_BLOCK = nx.LaunchConfig((1, 1, 1), (128, 1, 1))
 
@@ -35,6 +35,18 @@ def read(prepared: nx.PreparedLaunch, position: int, code: str) -> Any:
 
 
 # Packing.
+
+
+def test_a_tensor_map_is_128_bytes_at_a_multiple_of_64() -> None:
+    """Where ``const __grid_constant__ TensorMap`` parameters lie; nothing else is taken for one."""
+    maps = bytes(range(128)), bytes(range(128, 256))
+    launch = packed([("a", "i32"), ("m", "tensor_map"), ("b", "i32"), ("n", "tensor_map")], 1, maps[0], 2, maps[1])
+    assert [tuple(info) for info in launch.function.spec.layout] == [(0, 4), (64, 128), (192, 4), (256, 128)]
+    assert ctypes.c_uint64.from_address(launch.params + 8).value % 64 == 0
+    assert (read(launch, 1, "128s"), read(launch, 3, "128s")) == maps
+    for other in (bytes(127), 0, None, "map", [0] * 128):
+        with pytest.raises(nx.LaunchError, match=r"argument 'm' \(TensorMap\)"):
+            launch.set(1, other)
 
 
 def test_mixed_arguments_have_the_bytes_of_the_c_abi() -> None:
@@ -202,7 +214,7 @@ def test_binding_renews_the_leading_pointers() -> None:
 def test_the_addresses_of_a_launch_are_its_pointer_arguments() -> None:
     launch = packed([("a", "ptr"), ("n", "u64"), ("b", "ptr")], 0x1000, 7, 2**63)
     launch.bind(0x3000)
-    assert launch.addresses() == [0x3000, 2**63]
+    assert list(launch.addresses().values()) == [0x3000, 2**63]
 
 
 def test_a_launch_without_parameters_is_a_launch() -> None:
@@ -252,10 +264,17 @@ def test_extents_outside_cuda_s_limits_are_refused_when_written_down(
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("grid", "block"), [((1, 1), (32, 1, 1)), ((1, 1, 1), (32,)), ((1.5, 1, 1), (32, 1, 1))])
+@pytest.mark.parametrize(
+    ("grid", "block"), [((1, 1), (32, 1, 1)), ((1, 1, 1), (32,)), ((1.5, 1, 1), (32, 1, 1)), (1, 1), ((1, 1, 1), None)]
+)
 def test_extents_are_three_whole_numbers(grid: Any, block: Any) -> None:
     with pytest.raises(nx.LaunchError, match="three whole numbers"):
         nx.LaunchConfig(grid, block)
+
+
+def test_shared_memory_is_a_whole_number_of_bytes() -> None:
+    with pytest.raises(nx.LaunchError, match=r"shared_bytes must be a whole number, got 1.5"):
+        nx.LaunchConfig((1, 1, 1), (1, 1, 1), 1.5)  # type: ignore[arg-type]
 
 
 def test_the_largest_extents_are_accepted_and_configs_compare_by_value() -> None:
@@ -284,15 +303,69 @@ def test_more_shared_memory_than_the_device_has_is_refused_with_both_sizes(rt: n
         rt.prepare(function, nx.LaunchConfig((1, 1, 1), (128, 1, 1), limit + 1), 0, 0)
 
 
-def test_more_threads_than_the_kernel_was_compiled_for_are_the_driver_s_to_refuse(rt: nx.CudaRuntime) -> None:
-    """A refused launch counts for nothing, and the next one works."""
+def test_more_threads_than_the_kernel_can_have_are_refused_with_both_numbers(rt: nx.CudaRuntime) -> None:
+    function = ADD_ONE.load(rt)
+    limit = function.max_threads
+    rt.prepare(function, nx.LaunchConfig((1, 1, 1), (limit // 2, 2, 1)), 0, 0)
+    with pytest.raises(nx.LaunchError, match=rf"add_one: block .* has {2 * limit} threads; .* allow {limit}$"):
+        rt.prepare(function, nx.LaunchConfig((1, 1, 1), (limit // 2, 2, 2)), 0, 0)
+
+
+def test_a_launch_that_the_driver_refuses_counts_for_nothing_and_the_next_one_works(rt: nx.CudaRuntime) -> None:
     x = rt.zeros((4,), nx.float32)
-    bad = rt.prepare(ADD_ONE.load(rt), nx.LaunchConfig((1, 1, 1), (256, 1, 1)), x, 4)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
     before = rt.stats()
-    with pytest.raises(nx.DriverError, match="cuLaunchKernel"):
-        rt.launch(bad)
+    with rt._driver.fail_call(call="launch_kernel"), pytest.raises(nx.DriverError, match="cuLaunchKernel"):
+        rt.launch(launch)
     assert rt.stats() == before
-    rt.launch(ADD_ONE.prepare(rt, 4, x, 4))
+    rt.launch(launch)
+    np.testing.assert_array_equal(x.numpy(), np.ones(4))
+
+
+def test_what_another_runtime_loaded_or_prepared_is_refused(rt: nx.CudaRuntime) -> None:
+    """Its module may be unloaded, and its memory freed, at any time."""
+    with nx.open_runtime(rt.device, host_entries=HOST_ENTRIES) as other:
+        theirs = ADD_ONE.prepare(other, 4, other.zeros((4,), nx.float32), 4)
+        before = rt.stats()
+        for attempt in (
+            lambda: rt.launch(theirs),
+            lambda: rt.launch(theirs, ()),
+            lambda: rt.prepare(theirs.function, ONE_BLOCK, 0, 0),
+        ):
+            with pytest.raises(nx.LaunchError, match="add_one was loaded by another runtime, not by this one on host"):
+                attempt()
+        assert rt.stats() == before
+
+
+def test_a_tensor_that_replaces_another_is_the_one_that_is_kept_and_checked(rt: nx.CudaRuntime) -> None:
+    """A graph keeps the new memory, and the old one is nobody's any more; a plain address stands for no tensor."""
+    old, new = rt.zeros((4,), nx.float32), rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, old, 4)
+    rt.launch(launch)
+    launch.set(0, new)
+    assert launch.operands == (new,)
+    old.free()
+    with rt.capture() as graph:
+        rt.launch(launch)
+    with pytest.raises(nx.DeviceMemoryError, match="is referred to by graph 1"):
+        new.free()
+    graph.replay()
+    np.testing.assert_array_equal(new.numpy(), np.ones(4))
+    graph.close()
+    new.free()
+    with pytest.raises(nx.DeviceMemoryError, match="was freed"):
+        rt.launch(launch)
+    launch.set(0, rt.zeros((4,), nx.float32).ptr)
+    assert launch.operands == ()
+
+
+def test_a_value_that_is_refused_leaves_the_tensor_in_place(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with pytest.raises(nx.LaunchError, match="argument 'x'"):
+        launch.set(0, 1.5)
+    assert launch.operands == (x,)
+    rt.launch(launch)
     np.testing.assert_array_equal(x.numpy(), np.ones(4))
 
 

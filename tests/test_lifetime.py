@@ -47,11 +47,13 @@ def test_a_graph_keeps_what_its_replays_need() -> None:
     launch = ADD_ONE.prepare(runtime, 4, x, 4)
     with runtime.capture() as graph:
         runtime.launch(launch)
-    runtime_of = x.runtime
+    runtime_of, address = x.runtime, x.ptr
     del runtime, x, launch
     gc.collect()
     graph.replay()
-    runtime_of.synchronize()
+    values = np.empty(4, np.float32)
+    runtime_of.dtoh(values, address)
+    np.testing.assert_array_equal(values, np.ones(4))
     runtime_of.close()
 
 

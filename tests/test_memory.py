@@ -15,7 +15,7 @@ import pytest
 import nxrt_cuda as nx
 from nxrt_cuda.driver.host import HostDriver
 from nxrt_cuda.memory import pool_limit_from_environment, size_class
-from tests.small_kernels import ADD_ONE, HOST_ENTRIES, SLOW, Background, on_thread, open_on
+from tests.small_kernels import ADD_ONE, FAULT, HOST_ENTRIES, SLOW, Background, on_thread, open_on
 
 MIB = 1 << 20
 
@@ -189,22 +189,71 @@ def test_memory_goes_back_to_the_driver_only_after_the_work_that_uses_it() -> No
     with open_on(driver, pool_limit=0) as runtime:
         x = runtime.zeros((4,), nx.float32)
         runtime.launch(ADD_ONE.prepare(runtime, 4, x, 4))
-        frees = driver.calls["mem_free"]
         x.free()
-        assert driver.calls["mem_free"] == frees
+        assert driver.calls["mem_free_async"] == 0
+        assert runtime.stats().deferred_bytes == 512
         runtime.synchronize()
         runtime.empty((1,), nx.uint8)
-        assert driver.calls["mem_free"] == frees + 1
+        assert driver.calls["mem_free_async"] == 1
+        assert runtime.stats().deferred_bytes == 0
+
+
+def test_a_driver_that_cannot_free_in_stream_order_frees_at_once() -> None:
+    driver = HostDriver(HOST_ENTRIES, attributes={"MEMORY_POOLS_SUPPORTED": 0})
+    with open_on(driver, pool_limit=0) as runtime:
+        frees = driver.calls["mem_free"]
+        runtime.empty((4,), nx.float32).free()
+        runtime.synchronize()
+        runtime.empty((1,), nx.uint8)
+        assert (driver.calls["mem_free"], driver.calls["mem_free_async"]) == (frees + 1, 0)
+
+
+def test_memory_is_back_after_trimming() -> None:
+    """What was freed in stream order before, and on a GPU returns when the stream is next waited for, too."""
+    driver = HostDriver(HOST_ENTRIES)
+    with open_on(driver, pool_limit=0) as runtime:
+        x, y = runtime.empty((4,), nx.float32), runtime.empty((4,), nx.float32)
+        free = driver.mem_get_info()[0]
+        x.free()
+        runtime.synchronize()
+        y.free()
+        assert driver.calls["mem_free_async"] == 1
+        runtime.trim_pool()
+        assert driver.mem_get_info()[0] == free + 1024
+
+
+def test_after_a_fault_memory_given_up_is_kept_and_counted_and_never_handed_out_again() -> None:
+    driver = HostDriver(HOST_ENTRIES)
+    runtime = open_on(driver, pool_limit=0)
+    x, y = runtime.zeros((4,), nx.float32), runtime.zeros((4,), nx.float32)
+    runtime.launch(FAULT.prepare(runtime, 1, 8))
+    x.free()
+    with pytest.raises(nx.DeviceFaultError):
+        runtime.synchronize()
+    before = runtime.stats()
+    assert before.deferred_bytes == 512
+    del y
+    with pytest.raises(nx.DeviceFaultError):
+        runtime.empty((4,), nx.float32)
+    with pytest.raises(nx.DeviceFaultError):
+        runtime.trim_pool()
+    runtime.close()
+    after = runtime.stats()
+    assert (after.live_bytes, after.deferred_bytes) == (before.live_bytes, before.deferred_bytes)
+    assert driver.live().device_bytes == after.live_bytes > 0
 
 
 def test_freeing_does_not_wait_for_the_device() -> None:
+    """Nor does it make the one call that waits in the driver: a plain free."""
     with nx.open_runtime("host", pool_limit=0, host_entries=HOST_ENTRIES) as runtime:
         x = runtime.zeros((4,), nx.float32)
         runtime.launch(SLOW.prepare(runtime, 1, 300))
-        waits = runtime._driver.calls["event_synchronize"]
+        calls = runtime._driver.calls
+        waits = calls.copy()
         x.free()
         runtime.empty((4,), nx.float32)
-        assert runtime._driver.calls["event_synchronize"] == waits
+        for call in ("event_synchronize", "stream_synchronize", "mem_free"):
+            assert calls[call] == waits[call]
 
 
 def test_memory_with_an_upload_under_way_can_be_freed(rt: nx.CudaRuntime) -> None:
@@ -373,3 +422,38 @@ def test_a_copy_past_the_end_is_the_driver_s_to_refuse_and_counts_for_nothing(rt
         with pytest.raises(nx.DriverError, match="CUDA_ERROR_INVALID_VALUE"):
             attempt()
     assert rt.stats() == before
+
+
+def test_a_size_is_a_whole_number_of_any_integer_type(rt: nx.CudaRuntime) -> None:
+    ptr = rt.alloc_raw(np.int64(16))
+    rt.htod(np.zeros(16, np.uint8), ptr)
+    for size in (1.5, "16", None):
+        with pytest.raises(nx.DeviceMemoryError, match="a size is a whole number"):
+            rt.alloc_raw(size)  # type: ignore[arg-type]
+
+
+def test_what_is_no_address_cannot_be_freed(rt: nx.CudaRuntime) -> None:
+    with pytest.raises(nx.DeviceMemoryError, match="free_raw of 'a', which alloc_raw did not return"):
+        rt.free_raw("a")  # type: ignore[arg-type]
+
+
+def test_what_the_driver_never_takes_back_does_not_block_what_comes_after(
+    rt: nx.CudaRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the caller's error once, and tried again whenever something is released."""
+    calls: list[str] = []
+
+    def never() -> None:
+        calls.append("never")
+        raise nx.DriverError("cuEventRecord", 1, "CUDA_ERROR_INVALID_VALUE", "invalid argument")
+
+    rt._session.dropped.extend([never, lambda: calls.append("after")])
+    with pytest.raises(nx.DriverError, match="cuEventRecord"):
+        rt.alloc_raw(16)
+    assert calls == ["never"]
+    rt.alloc_raw(16)
+    assert calls == ["never", "never", "after"]
+    assert "what was dropped cannot be released yet: cuEventRecord failed" in caplog.text
+    rt.alloc_raw(16)
+    assert calls == ["never", "never", "after", "never"]
+    rt._session.dropped.clear()

@@ -396,3 +396,23 @@ def test_the_host_loads_and_counts_alike() -> None:
         modules.load(spec("absent"))
     modules.unload_all()
     assert function.handle == 0
+
+
+def test_an_opt_in_is_not_lowered_by_a_slower_thread(driver: PretendDriver) -> None:
+    """Both have found the default too small; the one that asks for less comes second."""
+    first = threading.Event()
+
+    @contextmanager
+    def guard(operation: str) -> Iterator[None]:
+        if threading.current_thread().name == "less" and "opt-in" in operation:
+            assert first.wait(10)
+        yield
+
+    function = ModuleCache(driver, PretendCompiler(), guard).load(spec("k"))
+    less = threading.Thread(target=function.require_dynamic_shared, args=(60 << 10, 200 << 10), name="less")
+    less.start()
+    function.require_dynamic_shared(100 << 10, 200 << 10)
+    first.set()
+    less.join(10)
+    assert not less.is_alive()
+    assert (driver.max_dynamic_shared, driver.calls["func_set_max_dynamic_shared"]) == (100 << 10, 1)

@@ -17,6 +17,7 @@ from nxrt_cuda.compile import NvrtcCompiler
 from nxrt_cuda.compile_worker import CompileJob, CompileWorker
 from nxrt_cuda.ops import attention, dsa_index_select
 from nxrt_cuda.program_cache import ProgramCache
+from tests.cli.commands import no_driver
 
 STORE = nx.KernelSpec(
     source="store.cu",
@@ -137,8 +138,8 @@ def test_a_cache_that_keeps_nothing_is_an_error_and_not_a_success(
     assert "which keeps 100 bytes" in str(failure.error)
 
 
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
-def test_without_a_gpu_an_architecture_must_be_named(cache: ProgramCache) -> None:
+def test_without_a_gpu_an_architecture_must_be_named(cache: ProgramCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nxrt_cuda.driver.cuda.CudaDriver", no_driver)
     with pytest.raises(
         nx.NoDeviceError, match="there is no device to compile for; name an architecture, such as sm_90a"
     ):

@@ -126,27 +126,32 @@ def test_partial_files_of_dead_processes_are_removed(cache: ProgramCache) -> Non
 
 def test_readers_and_writers_of_one_key_never_see_a_part_of_it(cache: ProgramCache) -> None:
     """A reader gets all of an entry or nothing, while others write the same key."""
+    whole = {text * 20000 for text in (b"A", b"B", b"C")}
     stop = threading.Event()
     seen: set[bytes | None] = set()
+    reads: list[int] = []
 
-    def write(text: bytes) -> None:
+    def write(payload: bytes) -> None:
         while not stop.is_set():
-            cache.put(KEY, text * 20000)
+            cache.put(KEY, payload)
 
     def read() -> None:
         while not stop.is_set():
-            seen.add(cache.get(KEY))
+            payload = cache.get(KEY)
+            seen.add(payload)
+            reads.append(len(payload or b""))
 
-    threads = [threading.Thread(target=write, args=(bytes([65 + i]),)) for i in range(3)]
+    threads = [threading.Thread(target=write, args=(payload,)) for payload in whole]
     threads += [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
+    deadline = time.monotonic() + 30
+    while (len(reads) < 300 or not whole <= seen) and time.monotonic() < deadline:
+        time.sleep(0.01)
     stop.set()
     for thread in threads:
         thread.join()
-    assert seen <= {None, b"A" * 20000, b"B" * 20000, b"C" * 20000}
-    assert len(seen) > 1
+    assert seen - {None} == whole
     assert cache.damaged == 0
     assert not list(cache.directory.glob("*.tmp"))
 

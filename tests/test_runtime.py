@@ -7,13 +7,14 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 import nxrt_cuda as nx
-from nxrt_cuda.driver.host import HostDriver
+from nxrt_cuda.driver.host import HostDriver, HostLaunch
 from tests.small_kernels import ADD_ONE, FAULT, HOST_ENTRIES, LATCH, SCALE, SLOW, Background, on_thread, open_on
 
 NOWHERE = 0x10
@@ -305,6 +306,18 @@ def test_closing_waits_for_the_capture_of_another_thread() -> None:
     assert not driver.live()
 
 
+def test_nothing_is_launched_on_memory_that_a_close_cut_short_has_returned(rt: nx.CudaRuntime) -> None:
+    """The launch was checked before, and the runtime is not closed yet."""
+    launch = ADD_ONE.prepare(rt, 4, rt.zeros((4,), nx.float32), 4)
+    rt.launch(launch)
+    with rt._driver.fail_call(call="module_unload"), pytest.raises(nx.DriverError):
+        rt.close()
+    assert not rt.is_closed
+    with pytest.raises(nx.DeviceMemoryError, match="was freed"):
+        rt.launch(launch)
+    rt.close()
+
+
 def test_leaving_the_with_block_closes() -> None:
     driver = HostDriver()
     with pytest.raises(ZeroDivisionError), open_on(driver) as runtime:
@@ -505,6 +518,27 @@ def test_a_read_that_succeeds_clears_the_suspects_too() -> None:
     assert caught.value.suspects == ("fault grid=(1, 1, 1) block=(128, 1, 1)",)
 
 
+def test_what_is_launched_during_a_wait_stays_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait was for what had been launched before; other threads go on meanwhile."""
+    with nx.open_runtime("host", host_entries=HOST_ENTRIES) as runtime:
+        x = runtime.zeros((4,), nx.float32)
+        good, bad = ADD_ONE.prepare(runtime, 4, x, 4), FAULT.prepare(runtime, 1, NOWHERE)
+        runtime.launch(good)
+        streams = runtime._streams
+        wait = type(streams).wait_event
+
+        def launch_meanwhile(event: int) -> None:
+            wait(streams, event)
+            on_thread(runtime.launch, bad)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(streams, "wait_event", launch_meanwhile)
+            runtime.synchronize()
+        with pytest.raises(nx.DeviceFaultError) as caught:
+            runtime.synchronize()
+    assert caught.value.suspects == ("fault grid=(1, 1, 1) block=(128, 1, 1)",)
+
+
 def test_only_so_many_suspects_are_named() -> None:
     with nx.open_runtime("host", host_entries=HOST_ENTRIES) as runtime:
         x = runtime.zeros((4,), nx.float32)
@@ -680,19 +714,118 @@ def test_other_threads_go_on_while_one_waits(rt: nx.CudaRuntime) -> None:
 
 @pytest.mark.parametrize("how", ["synchronize", "check_capture_error", "trim_pool", "close"])
 def test_a_heartbeat_goes_on_while_the_runtime_waits(how: str) -> None:
-    runtime = nx.open_runtime("host", host_entries=HOST_ENTRIES)
-    runtime.launch(SLOW.prepare(runtime, 1, 200))
-    runtime.from_array(np.zeros(1000)).free()
-    stop = threading.Event()
-    beats = 0
+    """The kernel that is waited for lasts until another thread has counted to twenty meanwhile."""
+    beats, stop = threading.Semaphore(0), threading.Event()
+    counted: list[bool] = []
+
+    def entry(launch: HostLaunch) -> None:
+        while beats.acquire(blocking=False):
+            pass
+        counted.append(all(beats.acquire(timeout=10) for _ in range(20)))
 
     def beat() -> None:
-        nonlocal beats
-        while not stop.wait(0.002):
-            beats += 1
+        while not stop.wait(0.001):
+            beats.release()
 
+    runtime = nx.open_runtime("host", host_entries={**HOST_ENTRIES, "slow": entry})
+    runtime.launch(SLOW.prepare(runtime, 1, 0))
+    runtime.from_array(np.zeros(1000)).free()
     with Background(beat):
-        getattr(runtime, how)()
-        stop.set()
+        try:
+            getattr(runtime, how)()
+        finally:
+            stop.set()
     runtime.close()
-    assert beats > 20
+    assert counted == [True]
+
+
+# A context that is gone.
+
+
+def test_a_thread_that_still_has_an_earlier_context_works_on_the_present_one() -> None:
+    """The context of an earlier runtime is released; that the driver says so is no fault of this one's."""
+    driver = HostDriver(HOST_ENTRIES)
+    with ThreadPoolExecutor(1) as worker:
+        with open_on(driver) as first:
+            worker.submit(first.synchronize).result()
+        with open_on(driver) as second:
+            x = second.zeros((4,), nx.float32)
+            launch = ADD_ONE.prepare(second, 4, x, 4)
+            worker.submit(second.launch, launch).result()
+            np.testing.assert_array_equal(x.numpy(), np.ones(4))
+
+
+def test_a_context_that_is_destroyed_while_it_is_current_is_lost(rt: nx.CudaRuntime) -> None:
+    launch = ADD_ONE.prepare(rt, 4, rt.zeros((4,), nx.float32), 4)
+    with (
+        rt._driver.fail_call(error="CUDA_ERROR_CONTEXT_IS_DESTROYED", call="event_record"),
+        pytest.raises(nx.DeviceFaultError, match=r"CONTEXT_IS_DESTROYED .* restart the process"),
+    ):
+        rt.synchronize()
+    with pytest.raises(nx.DeviceFaultError, match="CONTEXT_IS_DESTROYED"):
+        rt.launch(launch)
+
+
+def test_a_lost_context_is_let_go_by_its_last_runtime() -> None:
+    """The driver is not asked to take it back, and nothing of it is kept for the life of the process."""
+    driver = HostDriver(HOST_ENTRIES)
+    alive = weakref.ref(driver)
+    runtimes = [open_on(driver), open_on(driver)]
+    runtimes[0].launch(FAULT.prepare(runtimes[0], 1, 16))
+    for runtime in runtimes:
+        with pytest.raises(nx.DeviceFaultError):
+            runtime.synchronize()
+        runtime.close()
+    assert driver.calls["primary_ctx_release"] == 0
+    del driver, runtimes, runtime
+    gc.collect()
+    assert alive() is None
+
+
+# Arguments of the wrong kind.
+
+
+def test_the_per_thread_default_stream_is_refused() -> None:
+    """It is another stream on each thread."""
+    driver = HostDriver(HOST_ENTRIES)
+    with pytest.raises(nx.RuntimeStateError, match="stream handle 2 is CUDA's per-thread default stream"):
+        open_on(driver, stream=2)
+    assert not driver.live()
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        (0, {}, "device must be 'cuda', 'cuda:<ordinal>' or 'host', got 0"),
+        ("host", {"pool_limit": -5}, "pool_limit must be a whole number of bytes >= 0, got -5"),
+        ("host", {"pool_limit": 1.5}, "pool_limit must be a whole number of bytes >= 0, got 1.5"),
+    ],
+)
+def test_a_runtime_is_not_opened_with_options_of_the_wrong_kind(
+    device: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(nx.RuntimeStateError) as caught:
+        nx.open_runtime(device, **options)
+    assert str(caught.value) == message
+
+
+def test_a_tensor_is_not_copied_or_shared_by_from_array(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((4,), nx.float32)
+    with pytest.raises(nx.TensorError, match=r"from_array of TensorMut\(.+\), which is a tensor already; copy it with"):
+        rt.from_array(x)
+
+
+def test_a_slot_may_be_named_by_its_value_and_others_do_not_exist(rt: nx.CudaRuntime) -> None:
+    slots: list[Any] = ["primary", "third"]
+    with pytest.raises(nx.GraphError, match="no executable is installed in the primary slot"):
+        rt.replay_graph(slots[0])
+    for attempt in (rt.replay_graph, rt.reset_graph, rt.has_graph_executable, lambda s: rt.begin_graph_capture([], s)):
+        with pytest.raises(nx.GraphError, match=r"there is no graph slot 'third'; there are GraphSlot.PRIMARY, "):
+            attempt(slots[1])
+
+
+def test_a_capture_takes_a_list_of_kernels(rt: nx.CudaRuntime) -> None:
+    kernel: Any = nx.create_kernel(rt, nx.Node("Attention"))
+    with pytest.raises(nx.CaptureError, match="a capture takes a list of kernels, got "), rt.capture(kernel):
+        pytest.fail("the body must not run")
+    assert not rt.is_capturing()

@@ -309,3 +309,19 @@ def test_an_input_view_cannot_be_written_by_its_own_methods(rt: nx.CudaRuntime) 
     view = nx.TensorView(tensor.ptr, tensor.metadata, tensor.owner)
     assert not hasattr(view, "copy_from")
     assert not hasattr(view, "free")
+
+
+def test_extents_are_whole_numbers_in_a_tuple(rt: nx.CudaRuntime) -> None:
+    """Whatever sequence they are given in: metadata of one shape compare and hash alike."""
+    metadata = nx.TensorMetadata(nx.float32, [2, 3], [3, 1])  # type: ignore[arg-type]
+    assert metadata == nx.TensorMetadata(nx.float32, (2, 3))
+    assert hash(metadata) == hash(nx.TensorMetadata(nx.float32, (2, 3)))
+    x = rt.zeros((4, 8), nx.float32)
+    assert x.reshape([np.int64(8), 4]).shape == (8, 4)
+    with pytest.raises(nx.TensorError, match=r"the extents of shape \(4.0, 8\) must be whole numbers"):
+        x.reshape((4.0, 8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in nx.__all__ if isinstance(getattr(nx, name), nx.DataType)])
+def test_a_data_type_prints_as_the_name_it_has_here(name: str) -> None:
+    assert repr(getattr(nx, name)) == f"nxrt_cuda.{name}"

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import nxrt_cuda as nx
-from tests.small_kernels import ADD_ONE, SCALE, SLOW, Background
+from nxrt_cuda.driver.host import HostDriver
+from nxrt_cuda.runtime import _open_runtimes
+from tests.small_kernels import ADD_ONE, HOST_ENTRIES, SCALE, SLOW, Background, open_on
 
 
 def test_launches_of_many_threads_all_run(rt: nx.CudaRuntime) -> None:
@@ -190,3 +192,95 @@ def test_exclusive_keeps_other_threads_out_of_a_sequence(rt: nx.CudaRuntime) -> 
         rt.synchronize()
         assert rt.stats().since(before).launches == 1
     np.testing.assert_array_equal(x.numpy(), np.full(4, 2))
+
+
+def test_two_threads_that_capture_on_two_runtimes_and_touch_each_other_s_are_refused_and_go_on() -> None:
+    """Neither waits for the other's capture, whatever is asked for."""
+    driver = HostDriver(HOST_ENTRIES)
+    with open_on(driver) as first, open_on(driver) as second:
+        both = threading.Barrier(2)
+
+        def work(mine: nx.CudaRuntime, theirs: nx.CudaRuntime) -> int:
+            launch, stray = (ADD_ONE.prepare(rt, 4, rt.zeros((4,), nx.float32), 4) for rt in (mine, theirs))
+            x, y = theirs.zeros((4,), nx.float32), theirs.zeros((4,), nx.float32)
+            attempts: list[Callable[[], Any]] = [
+                lambda: theirs.empty((4,), nx.float32),
+                lambda: theirs.launch(stray),
+                lambda: theirs.copy(x, y),
+                lambda: theirs.fill_zero(x),
+                lambda: theirs.dtod(x.ptr, y.ptr, 16),
+                theirs.stats,
+                theirs.close,
+                theirs.begin_graph_capture,
+                theirs.reset_graph,
+                lambda: theirs.exclusive().__enter__(),
+            ]
+            both.wait(10)
+            with mine.capture() as graph:
+                mine.launch(launch)
+                both.wait(10)
+                for attempt in attempts:
+                    with pytest.raises(nx.CaptureError, match="is illegal while this thread captures a CUDA graph"):
+                        attempt()
+                both.wait(10)
+            return graph.node_count
+
+        with Background(work, first, second) as one, Background(work, second, first) as other:
+            pass
+        assert (one.result, other.result) == (1, 1)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_thread_that_ends_in_a_capture_is_named_to_those_who_wait(before: bool) -> None:
+    """To those who come later, and to those who wait already: nobody can end its capture any more."""
+    runtime = open_on(HostDriver(HOST_ENTRIES))
+    may_end = threading.Event()
+
+    def capture() -> None:
+        runtime.begin_graph_capture()
+        assert may_end.wait(10)
+
+    capturing = threading.Thread(target=capture, name="careless")
+    capturing.start()
+    while not runtime._session.capturing:
+        time.sleep(0.001)
+    if not before:
+        may_end.set()
+        capturing.join()
+
+    def wait() -> None:
+        with pytest.raises(nx.CaptureError, match="the thread 'careless' has ended without ending its capture"):
+            runtime.stats()
+
+    with Background(wait):
+        may_end.set()
+    with pytest.raises(nx.CaptureError, match="the thread 'careless'"):
+        runtime.close()
+    _open_runtimes.discard(runtime)
+    runtime._closed = True  # There is nothing left that could close it.
+
+
+def test_two_captures_into_one_slot_from_two_threads_are_two_segments(rt: nx.CudaRuntime) -> None:
+    launch = ADD_ONE.prepare(rt, 4, rt.zeros((4,), nx.float32), 4)
+
+    class Hesitant(nx.Kernel):
+        """Lets the other thread come in while it is asked."""
+
+        def execute(self, inputs: Any, outputs: Any) -> None:
+            raise NotImplementedError
+
+        launch_stats = workspace_stats = lambda self: None
+
+        def capture_support(self) -> nx.CaptureSupport:
+            time.sleep(0.05)
+            return nx.CaptureSupport.supported()
+
+    def capture() -> None:
+        rt.begin_graph_capture([Hesitant()])
+        rt.launch(launch)
+        rt.end_graph_capture()
+
+    with Background(capture), Background(capture):
+        pass
+    assert rt.graph_segment_count() == 2
+    rt.reset_graph()

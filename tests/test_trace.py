@@ -489,3 +489,26 @@ def test_without_a_trace_a_launch_costs_the_host_what_it_did(rt: nx.CudaRuntime,
         rt.launch(launch, operands)
     assert before < 2
     assert best_us() < 1.25 * before
+
+
+@pytest.mark.parametrize("moment", ["__enter__", "__exit__"])
+def test_a_span_that_fails_leaves_no_capture_open(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Neither the stream stays in capture mode, nor the runtime locked for other threads."""
+    launch = ADD_ONE.prepare(rt, 4, rt.zeros((4,), nx.float32), 4)
+
+    def fail(span: trace_module.Span, *error: object) -> None:
+        if span._activity.kind == "capture":
+            raise ZeroDivisionError
+        whole(span, *error)
+
+    whole = getattr(trace_module.Span, moment)
+    with rt.trace():
+        with monkeypatch.context() as broken:
+            broken.setattr(trace_module.Span, moment, fail)
+            with pytest.raises(ZeroDivisionError), rt.capture():
+                rt.launch(launch)
+        assert not rt.is_capturing()
+        assert rt.capture_status() is nx.CaptureStatus.NONE
+        on_thread(rt.launch, launch)

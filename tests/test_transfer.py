@@ -242,6 +242,17 @@ def test_draining_waits_for_both_streams(rt: nx.CudaRuntime) -> None:
         assert driver.stream_query(rt._streams.transfer)
 
 
+def test_draining_waits_for_the_transfer_stream_by_itself(rt: nx.CudaRuntime) -> None:
+    """Also for work that no fence ties to the compute stream, as where a fence has failed."""
+    x = rt.zeros((4,), nx.float32)
+    rt.synchronize()
+    with rt._session.driving("test") as driver:
+        driver.memset_d8_async(x.ptr, 1, 16, rt._streams.transfer)
+    rt.drain_for_unmap()
+    with rt._session.driving("test") as driver:
+        assert driver.stream_query(rt._streams.transfer)
+
+
 def test_events_are_recycled(rt: nx.CudaRuntime) -> None:
     """A thousand waits do not make a thousand events."""
     x = rt.zeros((4,), nx.float32)
@@ -294,3 +305,147 @@ def test_copies_work_from_any_thread(rt: nx.CudaRuntime) -> None:
     x = rt.zeros((4,), nx.float32)
     on_thread(x.copy_from, np.full(4, 3, np.float32))
     np.testing.assert_array_equal(on_thread(x.numpy), np.full(4, 3))
+
+
+def test_a_pending_read_may_be_dropped_on_another_thread_at_any_moment(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even while an upload counts what is in flight."""
+    pending = [rt.read_async(rt.zeros((4,), nx.float32)) for _ in range(2)]
+    size = type("Size", (), {"size": property(lambda _: (on_thread(pending.clear), 4096)[1])})()
+    staging = rt._transfers.staging
+    staging.in_flight.append((rt._streams.record(rt.stream), transfer._Pinned(0, size)))
+    staging.in_flight.append((rt._streams.record(rt.stream), transfer._Pinned(0, size)))
+    monkeypatch.setattr(staging, "_collect", lambda waiting: None)
+    rt.zeros((4,), nx.float32).copy_from(np.ones(4))
+    assert len(staging.dropped) == 2
+    staging.in_flight.clear()
+
+
+@pytest.mark.parametrize("nbytes", [1, transfer._CHUNK, transfer._CHUNK + 1])
+def test_what_is_read_goes_through_pinned_memory(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """A copy to other memory would be waited for within the driver's call, with every other thread kept out."""
+    source = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    x = rt.from_array(source)
+    copy, targets = rt._driver.memcpy_dtoh_async, []
+
+    def spy(dst: int, src: int, size: int, stream: int) -> None:
+        targets.append((dst, size))
+        copy(dst, src, size, stream)
+
+    monkeypatch.setattr(rt._driver, "memcpy_dtoh_async", spy)
+    np.testing.assert_array_equal(x.numpy(), source)
+    target = np.zeros(nbytes, np.uint8)
+    rt.dtoh(target, x.ptr)
+    np.testing.assert_array_equal(target, source)
+    pinned = [(buffer.address, buffer.bytes.size) for buffer in rt._transfers.staging._buffers]
+    for dst, size in targets:
+        assert any(start <= dst and dst + size <= start + length for start, length in pinned)
+
+
+def test_a_read_larger_than_all_staging_is_made_in_stretches(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts once, and needs no more page-locked memory than one stretch."""
+    monkeypatch.setattr(transfer, "_CHUNK", 4096)
+    monkeypatch.setattr(transfer, "_IN_FLIGHT_LIMIT", 4 * 4096)
+    source = np.arange(10_001, dtype=np.uint32)
+    x = rt.from_array(source)
+    rt.synchronize()
+    before, pinned = rt.stats(), rt._driver.live().pinned_bytes
+    np.testing.assert_array_equal(x.numpy(), source)
+    done = rt.stats().since(before)
+    assert (done.dtoh_copies, done.dtoh_bytes) == (1, source.nbytes)
+    assert rt._driver.live().pinned_bytes <= max(pinned, 4 * 4096)
+
+
+def test_a_refused_read_gives_its_staging_back(rt: nx.CudaRuntime) -> None:
+    ptr = rt.alloc_raw(16)
+    for _ in range(20):
+        with pytest.raises(nx.DriverError):
+            rt.dtoh(np.zeros(10000, np.uint8), ptr)
+    assert rt._driver.live().pinned <= 1
+
+
+def test_asynchronous_copies_on_the_device_stand_between_the_work_before_and_after(rt: nx.CudaRuntime) -> None:
+    x, y = rt.zeros((4,), nx.float32), rt.empty((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    rt.launch(SLOW.prepare(rt, 1, 20))
+    rt.launch(launch)
+    before = rt.stats()
+    rt.dtod_async(y.ptr, x.ptr, 16)
+    rt.launch(launch)
+    done = rt.stats().since(before)
+    assert (done.dtod_copies, done.dtod_bytes, done.async_copies) == (1, 16, 1)
+    np.testing.assert_array_equal(y.numpy(), np.ones(4))
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 2))
+
+
+def test_an_asynchronous_copy_on_the_device_is_refused_in_a_capture(rt: nx.CudaRuntime) -> None:
+    x, y = rt.zeros((4,), nx.float32), rt.zeros((4,), nx.float32)
+    with rt.capture() as graph:
+        with pytest.raises(nx.CaptureError, match="dtod_async is illegal"):
+            rt.dtod_async(y.ptr, x.ptr, 16)
+        rt.copy(y, x)
+    assert graph.node_count == 1
+
+
+@pytest.mark.parametrize("how", ["dtod", "dtod_async"])
+def test_ranges_that_overlap_and_negative_sizes_are_refused_before_the_driver(rt: nx.CudaRuntime, how: str) -> None:
+    """The driver leaves the outcome of such a copy undefined."""
+    ptr = rt.alloc_raw(64)
+    copy = getattr(rt, how)
+    before = rt._driver.calls_total
+    for dst, src in ((ptr, ptr), (ptr, ptr + 15), (ptr + 15, ptr)):
+        with pytest.raises(nx.DeviceMemoryError, match=f"^{how} of 16 bytes from 0x{src:x} to 0x{dst:x}, which over"):
+            copy(dst, src, 16)
+    with pytest.raises(nx.DeviceMemoryError, match=f"^{how} of -4 bytes: a size is at least 0"):
+        copy(ptr, ptr + 32, -4)
+    assert rt._driver.calls_total == before
+    copy(ptr + 16, ptr, 16)
+    copy(ptr, ptr, 0)
+
+
+def test_tensors_that_overlap_cannot_be_copied_into_each_other(rt: nx.CudaRuntime) -> None:
+    x = rt.from_array(np.arange(8, dtype=np.float32))
+    low, high = x.narrow(0, 0, 5), x.narrow(0, 3, 5)
+    for target, source in ((low, high), (high, low), (x, x)):
+        with pytest.raises(nx.TensorError, match="which overlap"):
+            rt.copy(target, source)
+    rt.copy(x.narrow(0, 0, 4), x.narrow(0, 4, 4))
+    np.testing.assert_array_equal(x.numpy(), [4, 5, 6, 7, 4, 5, 6, 7])
+
+
+def test_an_input_view_is_not_written_to(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((4,), nx.float32)
+    view: Any = nx.TensorView(x.ptr, x.metadata, x.owner)
+    for name, attempt in (
+        ("copy_from", lambda: rt.write(view, np.ones(4))),
+        ("copy", lambda: rt.copy(view, rt.zeros((4,), nx.float32))),
+        ("fill_zero", lambda: rt.fill_zero(view)),
+    ):
+        with pytest.raises(nx.TensorError, match=rf"^{name} into TensorView\(.+\), which is read-only"):
+            attempt()
+    np.testing.assert_array_equal(x.numpy(), np.zeros(4))
+
+
+def test_python_objects_have_no_bytes_to_copy(rt: nx.CudaRuntime) -> None:
+    ptr = rt.alloc_raw(64)
+    objects = np.array([object()])
+    for name, attempt in (
+        ("htod", lambda: rt.htod(objects, ptr)),
+        ("htod_async", lambda: rt.htod_async(objects, ptr)),
+        ("dtoh", lambda: rt.dtoh(objects, ptr)),
+    ):
+        with pytest.raises(nx.TensorError, match=f"^{name} of an array of dtype object, which holds Python objects"):
+            attempt()
+
+
+def test_what_is_no_tensor_cannot_be_read_or_written(rt: nx.CudaRuntime) -> None:
+    nothing: Any = None
+    array: Any = np.zeros(4)
+    for attempt in (lambda: rt.read(nothing), lambda: rt.read_async(array), lambda: rt.fill_zero(array)):
+        with pytest.raises(nx.TensorError, match=r"^expected a tensor of this package, got (NoneType|ndarray)$"):
+            attempt()

@@ -137,10 +137,13 @@ def test_a_replaced_workspace_returns_after_the_work_that_uses_it(rt: nx.CudaRun
     workspace = Workspace(rt, "Op", process)
     slot = grow(workspace, 16)
     rt.launch(ADD_ONE.prepare(rt, 4, slot.ptr, 4))
+    before = rt.stats()
     del slot
-    grow(workspace, 5000)
-    rt.zeros((4,), nx.float32).numpy()
+    larger = grow(workspace, 5000)
     rt.trim_pool()
+    seen = rt.stats().since(before)
+    assert (seen.driver_allocations, seen.driver_frees) == (1, 1)
+    assert workspace.stats() == nx.WorkspaceStats(allocations=2, releases=1, live_bytes=5000, last_ptr=larger.ptr)
 
 
 def test_no_two_workspaces_share_memory(rt: nx.CudaRuntime, process: WorkspaceLedger) -> None:

@@ -26,9 +26,13 @@ __device__ __forceinline__ float add_product(float dot, float a, float b) {
     return kExactProduct ? __fmaf_rn(a, b, dot) : __fadd_rn(dot, __fmul_rn(a, b));
 }
 
-// Add one head. fmaxf returns its other operand where one is NaN.
+// What one head adds. fmaxf returns its other operand where one is NaN.
+__device__ __forceinline__ float head_term(float dot, float weight, float scale) {
+    return __fmul_rn(fmaxf(__fmul_rn(scale, dot), 0.0f), weight);
+}
+
 __device__ __forceinline__ float add_head(float sum, float dot, float weight, float scale) {
-    return __fadd_rn(sum, __fmul_rn(fmaxf(__fmul_rn(scale, dot), 0.0f), weight));
+    return __fadd_rn(sum, head_term(dot, weight, scale));
 }
 
 __device__ __forceinline__ float finish_score(float sum, float bias) {

@@ -9,3 +9,7 @@ __device__ __forceinline__ unsigned int total_order_key(float x) {
     const unsigned int is_negative = bits >> 31;
     return bits ^ (is_negative ? 0xffffffffu : 0x80000000u);
 }
+
+__device__ __forceinline__ float from_total_order_key(unsigned int key) {
+    return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
+}

@@ -16,8 +16,9 @@ from typing import Any
 import nxrt_cuda
 from nxrt_cuda.cli.device import open_device
 from nxrt_cuda.cli.errors import CommandError, InputError
+from nxrt_cuda.cli.inputs import check_writable
 from nxrt_cuda.cli.measure import SUITES, Point
-from nxrt_cuda.cli.plot import draw, require_matplotlib
+from nxrt_cuda.cli.plot import check_plot, draw
 from nxrt_cuda.errors import CompileError
 from nxrt_cuda.nvrtc import load_nvrtc
 from nxrt_cuda.runtime import CudaRuntime
@@ -47,8 +48,11 @@ def run(options: argparse.Namespace) -> int:
     for suite in options.suite:
         if suite not in SUITES:
             raise InputError(f"there is no suite {suite!r}; there are {', '.join(SUITES)}")
+    if options.json is not None:
+        check_writable("--json", options.json)
     if options.plot is not None:
-        require_matplotlib()
+        check_plot(options.plot)
+        check_writable("--plot", options.plot)
     with open_device(options.device) as runtime:
         if runtime.device == "host" and not options.quick:
             raise InputError("without a GPU there is nothing to measure; --quick shows that everything runs")
@@ -65,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps({**about, "points": rows}, indent=1) + "\n")
         if options.plot is not None:
             draw(points, _caption(about), options.plot)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib cannot write
+    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib knows, and lacks a part for
         raise CommandError(f"the results cannot be written: {error}") from None
     return 0
 

@@ -8,7 +8,7 @@ import json
 from nxrt_cuda.ahead_of_time import PrecompileReport, precompile
 from nxrt_cuda.cli.errors import CheckFailedError, InputError
 from nxrt_cuda.cli.inputs import count_from
-from nxrt_cuda.errors import CompileError, NoDeviceError, TensorError, UnsupportedError
+from nxrt_cuda.errors import CompileError, NoDeviceError, RuntimeStateError, TensorError, UnsupportedError
 
 __all__ = ["add_parser"]
 
@@ -33,10 +33,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; see the parser for ``options``."""
     try:
         report = precompile(options.arch, ops=options.op, dtypes=options.dtype, jobs=options.jobs)
-    except (NoDeviceError, TensorError, UnsupportedError) as error:
+    except (NoDeviceError, RuntimeStateError, TensorError, UnsupportedError) as error:
         raise InputError(str(error)) from None
     except CompileError as error:
-        if error.arch:  # one that the user has named; otherwise the compiler is missing
+        # Of one that the user has named, be it ''; otherwise the compiler is missing.
+        if error.arch or error.arch in (options.arch or ()):
             raise InputError(str(error)) from None
         raise
     print(json.dumps(_as_dict(report), indent=2) if options.json else report)

@@ -14,12 +14,12 @@ def open_device(name: str | None) -> CudaRuntime:
     """The runtime on ``name``, or on the default device.
 
     Raises:
-        InputError: there is no such device.
+        InputError: there is no such device, or the environment asks for what no runtime opens with.
     """
     try:
         return open_runtime(name)
     except (NoDeviceError, RuntimeStateError) as error:
-        raise InputError(f"--device {name}: {error}") from None
+        raise InputError(str(error) if name is None else f"--device {name}: {error}") from None
 
 
 def device_line(runtime: CudaRuntime) -> str:

@@ -20,7 +20,8 @@ from nxrt_cuda.devices import open_runtime
 from nxrt_cuda.driver.base import Driver
 from nxrt_cuda.driver.cuda import CudaDriver
 from nxrt_cuda.dtype import float16
-from nxrt_cuda.errors import DriverError, NxrtError
+from nxrt_cuda.errors import DriverError, NxrtError, RuntimeStateError
+from nxrt_cuda.memory import POOL_VARIABLE, pool_limit_from_environment
 from nxrt_cuda.nvrtc import load_nvrtc
 from nxrt_cuda.ops.dsa_variants import kernel_specs
 from nxrt_cuda.program_cache import ProgramCache
@@ -137,6 +138,8 @@ _VERDICTS = {
 def _verdict(findings: Sequence[Finding]) -> str | None:
     """The device that runs kernels here: ``"cuda:0"``, ``"host"`` or None."""
     by_name = {finding.name: finding for finding in findings}
+    if by_name["memory pool"].missing:  # no runtime opens
+        return None
     on_gpu = ("packages", "driver", "devices", "NVRTC", "headers", "trial compile")
     if not any(by_name[name].missing for name in on_gpu):
         return "cuda:0"
@@ -152,6 +155,7 @@ def _examine() -> Iterator[Finding]:
     yield _headers(compiler)
     yield _trial_compile(compiler)
     yield _host_driver()
+    yield _memory_pool()
     yield _program_cache()
     yield _packages()
 
@@ -266,7 +270,7 @@ def _host_driver() -> Finding:
     directory = kernel_directory()
     details = {"kernels": str(directory)}
     try:
-        with open_runtime("host") as runtime:
+        with open_runtime("host", pool_limit=0) as runtime:
             for spec in kernel_specs():
                 runtime.function(spec)
     except NxrtError as error:
@@ -274,6 +278,14 @@ def _host_driver() -> Finding:
             "host driver", str(error), details, "reinstall the package: pip install --force-reinstall nxrt_cuda"
         )
     return Finding("host driver", f"ready, kernel sources in {directory}", details)
+
+
+def _memory_pool() -> Finding:
+    try:
+        limit = pool_limit_from_environment()
+    except RuntimeStateError as error:
+        return Finding("memory pool", str(error), {"max_bytes": None, "problem": str(error)}, f"unset {POOL_VARIABLE}")
+    return Finding("memory pool", f"keeps up to {as_bytes(limit)} of free memory", {"max_bytes": limit})
 
 
 def _program_cache() -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from nxrt_cuda.cli.operators import Operator
 from nxrt_cuda.dtype import data_type
 from nxrt_cuda.errors import TensorError
 
-__all__ = ["count_from", "parse_attributes", "read_inputs", "split_names", "write_outputs"]
+__all__ = ["check_writable", "count_from", "parse_attributes", "read_inputs", "split_names", "write_outputs"]
 
 _UNREADABLE = (
     OSError,
@@ -158,6 +159,19 @@ def _reason(error: Exception) -> str:
 
 def _listed(names: Mapping[str, object]) -> str:
     return ", ".join(names) or "no arrays"
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse, before the work, a place where its results could not be written afterwards.
+
+    Raises:
+        InputError: it names ``option``.
+    """
+    directory = path.parent
+    if not directory.is_dir():
+        raise InputError(f"{option} {path}: {directory} is no directory")
+    if path.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
+        raise InputError(f"{option} {path} cannot be written")
 
 
 def write_outputs(path: Path, outputs: Mapping[str, np.ndarray]) -> None:

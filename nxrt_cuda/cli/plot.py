@@ -9,13 +9,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxrt_cuda.cli.errors import CommandError
+from nxrt_cuda.cli.errors import CommandError, InputError
 from nxrt_cuda.cli.measure import Panel, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["MissingPackageError", "draw", "require_matplotlib"]
+__all__ = ["MissingPackageError", "check_plot", "draw"]
 
 _STYLES: Mapping[str, Mapping[str, Any]] = {
     "float32": {"color": "#7f7f7f", "marker": "o"},
@@ -32,12 +32,23 @@ class MissingPackageError(CommandError):
     """A package that the command needs is not installed; the message has the command that installs it."""
 
 
-def require_matplotlib() -> None:
-    """Refuse before anything is measured where it could not be drawn.
+def check_plot(path: Path) -> None:
+    """Refuse, before anything is measured, what could not be drawn afterwards.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
+        InputError: it does not write the format that the suffix names.
     """
+    _require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix and suffix not in formats:
+        raise InputError(f"--plot {path}: matplotlib writes no {suffix!r}; it writes {', '.join(sorted(formats))}")
+
+
+def _require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise MissingPackageError('--plot needs matplotlib, which is not installed: pip install "nxrt_cuda[bench]"')
 
@@ -47,9 +58,9 @@ def draw(points: Sequence[Point], caption: str, path: Path) -> None:
 
     Raises:
         MissingPackageError: matplotlib is not installed.
-        OSError, ValueError: the file cannot be written, or not in the format that its suffix names.
+        OSError, ValueError: the file cannot be written.
     """
-    require_matplotlib()
+    _require_matplotlib()
     # No pyplot: it would look for a display.
     from matplotlib.figure import Figure
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
 from nxrt_cuda.cli.device import device_line, open_device
 from nxrt_cuda.cli.errors import CheckFailedError, InputError
-from nxrt_cuda.cli.inputs import count_from, parse_attributes, read_inputs, split_names, write_outputs
+from nxrt_cuda.cli.inputs import check_writable, count_from, parse_attributes, read_inputs, split_names, write_outputs
 from nxrt_cuda.cli.operators import OPERATORS, Operator, find_operator
 from nxrt_cuda.cli.report import trial_text
 from nxrt_cuda.cli.trial import Contents, Trial
@@ -75,7 +74,9 @@ def run(options: argparse.Namespace) -> int:
         ignored=split_names(options.ignore),
     )
     if options.out is not None:
-        _check_writable(options.out, options.inputs)
+        check_writable("--out", options.out)
+        if options.out.exists() and options.out.samefile(options.inputs):
+            raise InputError(f"--out {options.out} is the file of the inputs")
     contents = Contents("as given", arrays)
     try:
         _claim(operator, node, contents)
@@ -111,17 +112,6 @@ def _claim(operator: Operator, node: Node, contents: Contents) -> None:
     )
     if reason is not None:
         raise UnsupportedError(reason)
-
-
-def _check_writable(out: Path, inputs: Path) -> None:
-    """Refuse, before the work, a place where the output could not be written afterwards."""
-    directory = out.parent
-    if not directory.is_dir():
-        raise InputError(f"--out {out}: {directory} is no directory")
-    if out.is_dir() or not os.access(out if out.exists() else directory, os.W_OK):
-        raise InputError(f"--out {out} cannot be written")
-    if out.exists() and out.samefile(inputs):
-        raise InputError(f"--out {out} is the file of the inputs")
 
 
 def _signature(operator: Operator) -> str:

@@ -112,6 +112,21 @@ class Driver(Protocol):
         """None where the driver does not know the address."""
         ...
 
+    def tensor_map_encode_tiled(
+        self,
+        data_type: str,
+        address: int,
+        extents: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> bytes:
+        """The 128 bytes of a ``CUtensorMap`` with the 128-byte swizzle; what lies outside the tensor reads as zero.
+
+        ``data_type`` is a ``CU_TENSOR_MAP_DATA_TYPE_*`` name without the prefix. Dimensions run from the innermost
+        outwards; ``strides`` are bytes, of all dimensions but the innermost.
+        """
+        ...
+
     # Modules and functions.
     def module_load(self, image: bytes) -> int: ...
     def module_unload(self, module: int) -> None: ...

@@ -31,6 +31,12 @@ _JIT_LOG_BYTES = 8192
 _WITHOUT_GPU = 'open_runtime("host") runs without a GPU'
 
 
+class _UpdateResult(ctypes.Structure):
+    """``CUgraphExecUpdateResultInfo``."""
+
+    _fields_ = (("result", ctypes.c_int), ("node", ctypes.c_void_p), ("from_node", ctypes.c_void_p))
+
+
 class CudaDriver:
     """:class:`~nxrt_cuda.driver.base.Driver` on a GPU.
 
@@ -200,6 +206,33 @@ class CudaDriver:
             raise self._error("cuPointerGetAttribute", self._cuda.CUresult(result))
         return PointerInfo(ordinal.value, int(kind) == _MEMORY_TYPE_DEVICE)
 
+    def tensor_map_encode_tiled(
+        self,
+        data_type: str,
+        address: int,
+        extents: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> bytes:
+        cuda = self._cuda
+        kind = self._enumerator("cuTensorMapEncodeTiled", "CUtensorMapDataType", "CU_TENSOR_MAP_DATA_TYPE_", data_type)
+        encoded = self._call(
+            "cuTensorMapEncodeTiled",
+            kind,
+            len(extents),
+            address,
+            [cuda.cuuint64_t(extent) for extent in extents],
+            [cuda.cuuint64_t(stride) for stride in strides],
+            [cuda.cuuint32_t(extent) for extent in box],
+            [cuda.cuuint32_t(1) for _ in box],
+            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            context=f"address 0x{address:x}, extents {extents}, strides {strides}, box {box}",
+        )
+        return ctypes.string_at(encoded.getPtr(), 128)
+
     # Modules and functions.
 
     def module_load(self, image: bytes) -> int:
@@ -328,9 +361,14 @@ class CudaDriver:
         self._call("cuGraphExecMemsetNodeSetParams", graph_exec, node, self._memset_node(dst, value, nbytes), context)
 
     def graph_exec_update(self, graph_exec: int, graph: int) -> None:
-        status, info = self._cuda.cuGraphExecUpdate(graph_exec, graph)
-        if status:
-            raise self._error("cuGraphExecUpdate", status, info.result.name)
+        # The bindings drop the reason where the driver refuses, so the library itself is asked.
+        info = _UpdateResult()
+        result = ctypes.CDLL("libcuda.so.1").cuGraphExecUpdate_v2(
+            ctypes.c_void_p(graph_exec), ctypes.c_void_p(graph), ctypes.byref(info)
+        )
+        if result:
+            reason = self._cuda.CUgraphExecUpdateResult(info.result).name
+            raise self._error("cuGraphExecUpdate", self._cuda.CUresult(result), reason)
 
     def graph_upload(self, graph_exec: int, stream: int) -> None:
         self._call("cuGraphUpload", graph_exec, stream)

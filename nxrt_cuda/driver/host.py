@@ -4,7 +4,8 @@ It makes a program that is wrong on a GPU fail here, at the same call or an earl
 
 - **Memory** (``host_memory.py``). Addresses are made up, never reused, and known for ever. Fresh memory holds
   0xFF (NaN). A copy that is out of bounds is refused when it is queued; a kernel that is, ends the context.
-  Work whose memory was freed between queueing and running ends it too: ``mem_free`` waits for nothing.
+  Work whose memory was freed between queueing and running ends it too: ``mem_free`` waits for nothing, where
+  a GPU's waits for the whole device.
 - **Streams are lazy** (``host_stream.py``). Work runs when the host waits for it. A missing fence shows as
   stale data; a host source recycled before the copy ran shows as the new bytes. A query waits for
   nothing, but lets its stream take one step, so that a polling loop ends.
@@ -19,6 +20,7 @@ images and sizes. Stricter than a GPU, on purpose:
 - addresses and sizes are checked when work is queued or recorded; a GPU may accept them there and fault later;
 - a replay is refused once memory or code that its graph refers to is gone;
 - the two sides of a device copy must not overlap;
+- a node's new parameters are checked at once, and are of the function that it was recorded with;
 - loading or unloading a module, and releasing the context, count as unsafe.
 
 Any call can be told to fail (:meth:`HostDriver.fail_call`), and :meth:`HostDriver.live` says what was not given
@@ -41,6 +43,7 @@ from nxrt_cuda.driver.host_graph import CapturedMark, Graph, GraphExec, GraphNod
 from nxrt_cuda.driver.host_image import HostEntry, HostImage, HostLaunch, read_arguments
 from nxrt_cuda.driver.host_memory import DeviceMemory, PinnedMemory
 from nxrt_cuda.driver.host_stream import Event, Mark, Stream, Wait
+from nxrt_cuda.driver.host_tensor_map import HostTensorMap
 from nxrt_cuda.driver.host_work import Copy, Fill, Function, KernelCall, Module, Operation
 
 __all__ = ["HostDriver", "HostEntry", "HostImage", "HostLaunch", "InjectedFailure", "LiveObjects"]
@@ -143,7 +146,7 @@ class HostDriver(HostCalls):
             pinned, pinned_bytes = self._pinned.live
             return LiveObjects(
                 allocations=self._memory.live,
-                device_bytes=self._memory.used,
+                device_bytes=self._memory.live_bytes,
                 pinned=pinned,
                 pinned_bytes=pinned_bytes,
                 streams=len(self._streams),
@@ -371,6 +374,19 @@ class HostDriver(HostCalls):
         if block is not None and not block.is_freed:
             return PointerInfo(device=0, is_device=False)
         return None
+
+    @driver_call("cuTensorMapEncodeTiled", context=False)
+    def tensor_map_encode_tiled(
+        self,
+        data_type: str,
+        address: int,
+        extents: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> bytes:
+        tensor_map = HostTensorMap(data_type, address, extents, strides, box)
+        tensor_map.check()
+        return tensor_map.encode()
 
     # Modules and functions
 

@@ -29,7 +29,17 @@ _MAGIC = b"nxrt-cuda host image 1\n"
 
 # The receiving end of the parameter ABI. It is written apart from the packing end on purpose: were
 # they one table, a wrong width would agree with itself.
-_KIND_CODES = {"ptr": "Q", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "f32": "f", "f64": "d"}
+_KIND_CODES = {
+    "ptr": "Q",
+    "i32": "i",
+    "u32": "I",
+    "i64": "q",
+    "u64": "Q",
+    "f32": "f",
+    "f64": "d",
+    "tensor_map": "128s",
+}
+_ALIGNMENTS = {"tensor_map": 64}  # of kinds that are not aligned to their size
 
 
 @dataclass(frozen=True)
@@ -51,12 +61,12 @@ class HostImage:
     threads: int = 1024
 
     def layout(self) -> tuple[ParamInfo, ...]:
-        """Offset and size of each parameter in the parameter buffer, each at its natural alignment."""
+        """Offset and size of each parameter in the parameter buffer, each at its alignment."""
         infos = []
         offset = 0
         for _, kind in self.params:
             size = struct.calcsize(_KIND_CODES[kind])
-            offset += -offset % size
+            offset += -offset % _ALIGNMENTS.get(kind, size)
             infos.append(ParamInfo(offset, size))
             offset += size
         return tuple(infos)
@@ -91,7 +101,7 @@ class HostImage:
         return image
 
 
-def read_arguments(image: HostImage, params: int) -> dict[str, int | float]:
+def read_arguments(image: HostImage, params: int) -> dict[str, Any]:
     """The argument values behind ``params``, the address of an array of pointers to them."""
     count = len(image.params)
     if count and params == 0:
@@ -111,7 +121,7 @@ class HostLaunch:
 
     Attributes:
         entry: the kernel's name.
-        args: argument values by parameter name; pointers are device addresses.
+        args: argument values by parameter name; pointers are device addresses, tensor maps bytes.
         macros: the specialisation's macros, as strings.
         grid: blocks in x, y, z.
         block: threads of a block in x, y, z.
@@ -124,7 +134,7 @@ class HostLaunch:
     def __init__(
         self,
         entry: str,
-        args: Mapping[str, int | float],
+        args: Mapping[str, Any],
         macros: Mapping[str, str],
         grid: Dim3,
         block: Dim3,

@@ -91,12 +91,19 @@ class DeviceRange:
 
 
 class DeviceMemory:
-    """The address space of the one device."""
+    """The address space of the one device.
+
+    Attributes:
+        total: bytes that there are.
+        used: bytes that cannot be had.
+        live: allocations that were not given up, and ``live_bytes`` their bytes.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
         self.live = 0
+        self.live_bytes = 0
         self._next = _FIRST_ADDRESS + next(_windows) * _WINDOW
         # Ascending, and freed allocations stay: an address tells for ever what it once was.
         self._starts: list[int] = []
@@ -114,6 +121,7 @@ class DeviceMemory:
         self._allocations.append(Allocation(len(self._allocations), address, nbytes))
         self.used += nbytes
         self.live += 1
+        self.live_bytes += nbytes
         return address
 
     def give_up(self, ptr: int) -> Release:
@@ -126,12 +134,13 @@ class DeviceMemory:
         if ptr != allocation.address:
             raise Failure("CUDA_ERROR_INVALID_VALUE", f"0x{ptr:x} is not the start of {allocation}")
         allocation.is_given_up = True
+        self.live -= 1
+        self.live_bytes -= allocation.nbytes
         return Release(self, allocation)
 
     def reclaim(self, allocation: Allocation) -> None:
         allocation.free()
         self.used -= allocation.nbytes
-        self.live -= 1
 
     def find(self, ptr: int) -> Allocation | None:
         """The allocation, live or freed, that ``ptr`` lies in."""

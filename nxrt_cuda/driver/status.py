@@ -52,7 +52,7 @@ STATUSES: Mapping[str, Status] = MappingProxyType(
         "CUDA_ERROR_ILLEGAL_ADDRESS": Status(700, "an illegal memory access was encountered", DeviceFaultError),
         "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": Status(701, "too many resources requested for launch"),
         "CUDA_ERROR_LAUNCH_TIMEOUT": Status(702, "the launch timed out and was terminated", DeviceFaultError),
-        "CUDA_ERROR_CONTEXT_IS_DESTROYED": Status(709, "context is destroyed", DeviceFaultError),
+        "CUDA_ERROR_CONTEXT_IS_DESTROYED": Status(709, "context is destroyed"),
         "CUDA_ERROR_ASSERT": Status(710, "device-side assert triggered", DeviceFaultError),
         "CUDA_ERROR_HARDWARE_STACK_ERROR": Status(714, "hardware stack error", DeviceFaultError),
         "CUDA_ERROR_ILLEGAL_INSTRUCTION": Status(715, "an illegal instruction was encountered", DeviceFaultError),

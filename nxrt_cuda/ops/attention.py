@@ -30,15 +30,17 @@ What it guarantees:
 - A NaN score makes its own row NaN, and no other.
 - Lengths are read on the device, at each replay too. One outside [0, Sk], or a negative past, is clamped
   and reported by ``runtime.check_capture_error()``; no value can cause an access outside a buffer.
-- Sums are f32 for every dtype, and weights count down to 2**-39 of the row's largest even where they pass
-  through f16. A result is a weighted mean of values and finite where they are; only within a factor of Sk
-  of the greatest f32 can the sum before the division overflow.
+- Sums are f32 for every dtype. The tensor-core kernels round weights to the element type before they meet the
+  values; f16 weights count down to 2**-36 of the row's largest even so. A result is a weighted mean of values
+  and finite where they are; only within a factor of 2**8 * Sk of the greatest f32 can the sum before the
+  division overflow.
 - The same inputs give the same bits, whatever else is in the batch.
 
 One query row (Sq = 1) has a kernel of its own; :func:`~nxrt_cuda.ops.attention_variants.choose_variant`
 says which kernel serves a call, and the launch statistics say which one did.
 
-Calls are stream-ordered and safe from any thread. There is no workspace.
+Calls are stream-ordered and safe from any thread. The only workspace is of the Hopper kernel: counters of
+tiles, which every launch leaves at zero.
 """
 
 from __future__ import annotations
@@ -48,11 +50,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nxrt_cuda.dtype import DataType, float32, int32
+from nxrt_cuda.dtype import DataType, float32, int32, uint32
 from nxrt_cuda.errors import KernelError, UnsupportedError
-from nxrt_cuda.kernel import CaptureSupport, Kernel, KernelFactory, WorkspaceRequirement, register
-from nxrt_cuda.launch import KernelSpec, LaunchConfig, PreparedLaunch
+from nxrt_cuda.kernel import (
+    CaptureSupport,
+    DeviceGraphResource,
+    Kernel,
+    KernelFactory,
+    WorkspaceRequirement,
+    register,
+)
+from nxrt_cuda.launch import KernelSpec, LaunchConfig, PreparedLaunch, TensorMap
 from nxrt_cuda.node import Node
+from nxrt_cuda.ops import attention_sm90 as sm90
 from nxrt_cuda.ops.attention_geometry import INPUT_NAMES, AttentionAttributes, AttentionGeometry
 from nxrt_cuda.ops.attention_variants import (
     ACCESS_BYTES,
@@ -66,8 +76,9 @@ from nxrt_cuda.ops.attention_variants import (
     lowest_bit,
 )
 from nxrt_cuda.ops.operands import LastOperands, check_memory
-from nxrt_cuda.stats import StatsTable, WorkspaceStats
+from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
+from nxrt_cuda.workspace import Workspace, WorkspaceSlot
 
 if TYPE_CHECKING:
     from nxrt_cuda.runtime import CudaRuntime
@@ -87,6 +98,13 @@ _OPERAND_NAMES = (*INPUT_NAMES, "output")
 _PLAN_LIMIT = 64
 """Layouts whose launches are kept prepared; decoding meets a new one with every token."""
 
+_MAP_LIMIT = 64
+"""Tensor maps that a plan keeps encoded."""
+
+_COUNTERS = 64
+"""Tile counters of a kernel object. Bindings take turns, so that launches in branches that run side by side do not
+draw their tiles from one counter."""
+
 
 @dataclass(frozen=True)
 class AttentionLaunchStats(StatsTable):
@@ -96,7 +114,8 @@ class AttentionLaunchStats(StatsTable):
         executions: calls of ``execute`` that were accepted, empty ones included.
         launches: kernels launched or recorded.
         last_grid_x: blocks of the last launch.
-        variant: the kernel that served the last execution: ``"simt"``, ``"tensor_core"``, ``"decode"``.
+        variant: the kernel that served the last execution: ``"simt"``, ``"tensor_core"``, ``"decode"``,
+            ``"sm90"``.
         reason: why that one.
     """
 
@@ -141,6 +160,7 @@ class _LaunchLedger:
 
 
 _process_ledger = _LaunchLedger()
+_process_workspaces = WorkspaceLedger()
 
 
 def attention_launch_stats() -> AttentionLaunchStats:
@@ -153,6 +173,30 @@ def reset_attention_launch_stats() -> None:
     _process_ledger.reset()
 
 
+class _TensorMaps:
+    """The tensor maps of a plan, encoded once for each address that they were asked for."""
+
+    def __init__(self, runtime: CudaRuntime, dtype: DataType, layouts: Sequence[sm90.MapLayout]) -> None:
+        self._runtime = runtime
+        self._dtype = dtype
+        self._layouts = layouts
+        self._encoded: dict[tuple[int, int], TensorMap] = {}
+
+    def bind(self, prepared: PreparedLaunch, addresses: Sequence[int]) -> None:
+        """Write the maps for operands at ``addresses`` into a launch."""
+        for layout in self._layouts:
+            prepared.set(layout.parameter, self._encode(layout, addresses[layout.operand]))
+
+    def _encode(self, layout: sm90.MapLayout, address: int) -> TensorMap:
+        encoded = self._encoded.get((layout.parameter, address))
+        if encoded is None:
+            encoded = self._runtime.tensor_map(self._dtype, address, layout.extents, layout.strides, layout.box)
+            if len(self._encoded) >= _MAP_LIMIT:
+                self._encoded.clear()
+            self._encoded[layout.parameter, address] = encoded
+        return encoded
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What is settled for operands of one layout: the variant, and the launch but for its addresses."""
@@ -160,6 +204,7 @@ class _Plan:
     choice: VariantChoice
     config: LaunchConfig
     prepared: PreparedLaunch | None
+    maps: _TensorMaps | None = None
 
 
 class AttentionKernel(Kernel):
@@ -173,7 +218,9 @@ class AttentionKernel(Kernel):
         self._attributes = attributes
         self._plans: dict[tuple[object, ...], _Plan] = {}
         self._ledger = _LaunchLedger(_process_ledger)
-        self._last: LastOperands[_Plan] = LastOperands(runtime)
+        self._last: LastOperands[tuple[_Plan, WorkspaceSlot | None]] = LastOperands(runtime)
+        self._workspace = Workspace(runtime, attributes.op, _process_workspaces)
+        self._counter = 0
         self._warmed = False
 
     def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
@@ -187,16 +234,23 @@ class AttentionKernel(Kernel):
         runtime = self._runtime
         operands = (*inputs, *outputs)
         with runtime.exclusive():
-            bound = self._last.find(operands)
-            plan = bound or self._bind(inputs, outputs)
+            bound = self._last.find(operands) if len(outputs) == 1 else None
+            plan, counters = bound or self._bind(inputs, outputs)
             if plan.prepared is not None:
                 runtime.launch(plan.prepared, operands)
-                self._warmed = self._warmed or not runtime.is_capturing()
+                if not runtime.is_capturing():
+                    self._warmed = True
+                    if counters is not None:
+                        self._workspace.publish(counters)
+                elif counters is not None:
+                    runtime.retain(self._workspace.device_graph_resources())
             self._ledger.executed(plan.choice, plan.config.grid[0])
             if bound is None:
-                self._last.remember(operands, plan)
+                self._last.remember(operands, (plan, counters))
 
-    def _bind(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> _Plan:
+    def _bind(
+        self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]
+    ) -> tuple[_Plan, WorkspaceSlot | None]:
         """Check the operands, and write their addresses into the launch for their layout."""
         op = self._attributes.op
         if len(outputs) != 1:
@@ -204,33 +258,63 @@ class AttentionKernel(Kernel):
         inputs = (*inputs, *(None,) * (len(INPUT_NAMES) - len(inputs)))
         operands = (*inputs, *outputs)
         metadata = [None if view is None else view.metadata for view in operands]
-        alignment = _common_alignment(operands)
-        key = (alignment, *metadata)
+        alignment = _alignment((*operands[:3], operands[-1]))
+        mask_alignment = _alignment((operands[3],))
+        key = (alignment, mask_alignment, *metadata)
         plan = self._plans.get(key)
         if plan is None:
             geometry = AttentionGeometry.resolve(self._attributes, metadata[:-1], metadata[-1])
         check_memory(op, self._runtime, _OPERAND_NAMES, inputs, outputs)
         if plan is None:
-            plan = self._plan(outputs[0].dtype, geometry, alignment)
+            plan = self._plan(outputs[0].dtype, geometry, alignment, mask_alignment)
             self._remember(key, plan)
+        counters = None
         if plan.prepared is not None:
-            self._last.forget()
             addresses = [0 if view is None else view.ptr for view in operands]
-            plan.prepared.bind(*addresses, self._runtime.capture_error_ptr)
-        return plan
+            addresses.append(self._runtime.capture_error_ptr)
+            if plan.maps is not None:
+                counters = self._counters()
+                self._counter = (self._counter + 1) % _COUNTERS
+                addresses.append(counters.ptr + self._counter * uint32.itemsize)
+            self._last.forget()
+            plan.prepared.bind(*addresses)
+            if plan.maps is not None:
+                plan.maps.bind(plan.prepared, addresses)
+        return plan, counters
 
-    def _plan(self, dtype: DataType, geometry: AttentionGeometry, alignment: int) -> _Plan:
+    def _counters(self) -> WorkspaceSlot:
+        """The tile counters: zero before the first launch, and after every one."""
+        metadata = TensorMetadata(uint32, (_COUNTERS,))
+        slot = self._workspace.candidate(metadata.nbytes)
+        if slot.ptr != self._workspace.ptr:
+            self._runtime.fill_zero(TensorMut(slot.ptr, metadata, slot.allocation))
+        return slot
+
+    def _plan(self, dtype: DataType, geometry: AttentionGeometry, alignment: int, mask_alignment: int) -> _Plan:
         runtime, op = self._runtime, self._attributes.op
         capabilities = runtime.capabilities
-        choice = choose_variant(dtype, geometry, capabilities.compute_capability)
-        config = launch_config(op, choice.variant, geometry, capabilities.max_grid_dim_x)
+        choice = choose_variant(dtype, geometry, capabilities.compute_capability, alignment=alignment)
+        variant = choice.variant
+        config = launch_config(
+            op,
+            variant,
+            geometry,
+            max_grid_dim_x=capabilities.max_grid_dim_x,
+            multiprocessor_count=capabilities.multiprocessor_count,
+        )
         if config.is_empty:
             return _Plan(choice, config, None)
         runtime.require_nvrtc_half_headers(op)
-        if choice.variant is AttentionVariant.TENSOR_CORE:
+        if variant is AttentionVariant.TENSOR_CORE:
             runtime.require_nvrtc_tensor_core_headers(op)
-        function = runtime.function(attention_spec(choice.variant, dtype, geometry, alignment=alignment))
-        return _Plan(choice, config, runtime.prepare(function, config, *launch_arguments(geometry), op=op))
+        function = runtime.function(
+            attention_spec(variant, dtype, geometry, alignment=alignment, mask_alignment=mask_alignment)
+        )
+        arguments = launch_arguments(variant, geometry, l2_cache_bytes=capabilities.l2_cache_bytes)
+        maps = None
+        if variant is AttentionVariant.SM90:
+            maps = _TensorMaps(runtime, dtype, sm90.map_layouts(geometry))
+        return _Plan(choice, config, runtime.prepare(function, config, *arguments, op=op), maps)
 
     def _remember(self, key: tuple[object, ...], plan: _Plan) -> None:
         if len(self._plans) >= _PLAN_LIMIT:
@@ -257,9 +341,12 @@ class AttentionKernel(Kernel):
     def launch_stats(self) -> AttentionLaunchStats:
         return self._ledger.stats()
 
+    def device_graph_resources(self) -> tuple[DeviceGraphResource, ...]:
+        """The tile counters, where there are any."""
+        return self._workspace.device_graph_resources()
+
     def workspace_stats(self) -> WorkspaceStats:
-        """Zeros: attention needs no scratch memory."""
-        return WorkspaceStats()
+        return self._workspace.stats()
 
 
 class AttentionFactory(KernelFactory):
@@ -271,7 +358,8 @@ class AttentionFactory(KernelFactory):
     @classmethod
     def kernel_specs(cls, compute_capability: tuple[int, int]) -> tuple[KernelSpec, ...]:
         """Every variant and dtype at common and at extreme head sizes; a specialisation is of one head size."""
-        return kernel_specs()
+        is_hopper = compute_capability == sm90.COMPUTE_CAPABILITY
+        return tuple(spec for spec in kernel_specs() if spec.arch is None or is_hopper)
 
     @classmethod
     def output_metadata(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[TensorMetadata, ...]:
@@ -318,10 +406,10 @@ def unsupported_reason(
     return None
 
 
-def _common_alignment(operands: Sequence[TensorView | None]) -> int:
-    """The greatest power of two, up to a full access, that query, key, value and output are aligned to."""
+def _alignment(operands: Sequence[TensorView | None]) -> int:
+    """The greatest power of two, up to a full access, that the addresses of all operands are multiples of."""
     bits = ACCESS_BYTES
-    for view in (*operands[:3], operands[-1]):
+    for view in operands:
         if view is not None:
             bits |= view.ptr
     return lowest_bit(bits)

@@ -1,7 +1,8 @@
 """Which attention kernel serves a call, and how that kernel is compiled and launched.
 
-The choice is one pure function of dtype, geometry and compute capability. Tile sizes, thread counts and
-shared memory are stated here alone; kernels receive them as macros and assert that they agree.
+The choice is one pure function of dtype, geometry, alignment and compute capability. Tile sizes, thread counts and
+shared memory are stated here and in ``attention_sm90`` alone; kernels receive them as macros and assert that they
+agree.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from nxrt_cuda.dtype import DataType, float16, float32
+from nxrt_cuda.dtype import DataType, bfloat16, float16, float32
 from nxrt_cuda.errors import KernelError
 from nxrt_cuda.kernel import CaptureErrorCode
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, div_up
+from nxrt_cuda.ops import attention_sm90 as sm90
 from nxrt_cuda.ops.attention_geometry import DTYPES, AttentionGeometry
 
 __all__ = [
@@ -34,6 +36,7 @@ class AttentionVariant(StrEnum):
     SIMT = "simt"
     TENSOR_CORE = "tensor_core"
     DECODE = "decode"
+    SM90 = "sm90"
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,14 @@ _SOURCES = {
     AttentionVariant.SIMT: "attention_simt.cu",
     AttentionVariant.TENSOR_CORE: "attention_tensor_core.cu",
     AttentionVariant.DECODE: "attention_decode.cu",
+    AttentionVariant.SM90: "attention_sm90.cu",
 }
 
 _ENTRIES = {
     AttentionVariant.SIMT: "flash_attention_{}",
     AttentionVariant.TENSOR_CORE: "flash_attention_{}_tc",
     AttentionVariant.DECODE: "attention_decode_{}",
+    AttentionVariant.SM90: "flash_attention_{}_sm90",
 }
 
 _PARAMS = tuple(
@@ -95,15 +100,26 @@ def lowest_bit(bits: int) -> int:
     return bits & -bits
 
 
-def choose_variant(dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int]) -> VariantChoice:
-    """The variant for a call on a device."""
+def choose_variant(
+    dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int], *, alignment: int
+) -> VariantChoice:
+    """The variant for a call on a device.
+
+    ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes.
+    """
     if geometry.seq_q == 1:
         return VariantChoice(AttentionVariant.DECODE, "seq_q is 1")
+    obstacle = sm90.obstacle(dtype, geometry, compute_capability, alignment)
+    major, minor = compute_capability
+    if obstacle is None:
+        return VariantChoice(
+            AttentionVariant.SM90,
+            f"{dtype}, head_dim {geometry.head_dim} is a multiple of 8, compute capability {major}.{minor}",
+        )
     if dtype != float16:
-        return VariantChoice(AttentionVariant.SIMT, f"there is no tensor-core variant for {dtype}")
+        return VariantChoice(AttentionVariant.SIMT, obstacle)
     if geometry.head_dim % _FRAGMENT != 0:
         return VariantChoice(AttentionVariant.SIMT, f"head_dim {geometry.head_dim} is not a multiple of {_FRAGMENT}")
-    major, minor = compute_capability
     if major < 7:
         return VariantChoice(AttentionVariant.SIMT, f"compute capability {major}.{minor} is below 7.0")
     return VariantChoice(
@@ -113,14 +129,14 @@ def choose_variant(dtype: DataType, geometry: AttentionGeometry, compute_capabil
 
 
 def attention_spec(
-    variant: AttentionVariant, dtype: DataType, geometry: AttentionGeometry, *, alignment: int
+    variant: AttentionVariant, dtype: DataType, geometry: AttentionGeometry, *, alignment: int, mask_alignment: int
 ) -> KernelSpec:
     """The specialisation of a variant for a call.
 
     ``alignment`` is a power of two, at least the element size, that the addresses of query, key, value and
-    output are multiples of. It and the length of a row decide how much one access may move.
+    output are multiples of, and ``mask_alignment`` one for the mask. They and the length of a row decide how
+    much one access may move.
     """
-    tiles = _TILES[variant]
     entry = _ENTRIES[variant].format(dtype.suffix)
     access = lowest_bit(alignment | geometry.head_dim * dtype.itemsize | ACCESS_BYTES)
     macros: dict[str, object] = {
@@ -135,53 +151,76 @@ def attention_spec(
         "TOTAL_LENGTH_ERROR": int(CaptureErrorCode.TOTAL_LENGTH),
         "PAST_LENGTH_ERROR": int(CaptureErrorCode.PAST_LENGTH),
     }
-    if variant is not AttentionVariant.DECODE:
+    if variant is AttentionVariant.SM90:
+        sm90_tiles = sm90.tiles_of(geometry)
+        mask_access = lowest_bit(mask_alignment | geometry.seq_k * dtype.itemsize | 2 * dtype.itemsize)
         macros |= {
-            "BLOCK_QUERIES": tiles.queries,
-            "BLOCK_KEYS": tiles.keys,
-            "SHARED_BYTES": _shared_bytes(variant, geometry.head_dim),
+            "MASK_WIDTH": mask_access // dtype.itemsize if geometry.has_mask else 1,
+            "CONSUMERS": sm90_tiles.consumers,
+            "BLOCK_KEYS": sm90_tiles.keys,
+            "STAGES": sm90_tiles.stages,
         }
+    elif variant is not AttentionVariant.DECODE:
+        macros |= {"BLOCK_QUERIES": _TILES[variant].queries, "BLOCK_KEYS": _TILES[variant].keys}
+    if variant is not AttentionVariant.DECODE:
+        macros["SHARED_BYTES"] = _shared_bytes(variant, geometry)
     return KernelSpec(
         source=_SOURCES[variant],
         entry=entry,
-        params=_PARAMS,
-        threads=tiles.threads,
+        params=_params(variant),
+        threads=_threads(variant, geometry),
         macros=tuple((name, str(value)) for name, value in macros.items()),
+        arch=sm90.ARCH if variant is AttentionVariant.SM90 else None,
     )
 
 
-def launch_arguments(geometry: AttentionGeometry) -> tuple[int | float, ...]:
-    """The arguments of a launch, with zeros in place of the addresses."""
-    return (
-        *(0 for param in _PARAMS if param.kind == "ptr"),
-        geometry.num_heads,
-        geometry.group,
-        geometry.seq_q,
-        geometry.seq_k,
-        geometry.kv_capacity,
-        geometry.mask_batch_stride,
-        geometry.mask_head_stride,
-        geometry.local_window,
-        geometry.scale,
-        geometry.softcap,
-    )
+def launch_arguments(
+    variant: AttentionVariant, geometry: AttentionGeometry, *, l2_cache_bytes: int
+) -> tuple[int | float | bytes, ...]:
+    """The arguments of a launch, with zeros in place of the addresses and tensor maps."""
+    arguments: dict[str, int | float | bytes] = {
+        "q_heads": geometry.num_heads,
+        "group": geometry.group,
+        "sq": geometry.seq_q,
+        "sk": geometry.seq_k,
+        "kv_capacity": geometry.kv_capacity,
+        "mask_batch_stride": geometry.mask_batch_stride,
+        "mask_head_stride": geometry.mask_head_stride,
+        "local_window": geometry.local_window,
+        "scale": geometry.scale,
+        "softcap": geometry.softcap,
+    }
+    if variant is AttentionVariant.SM90:
+        arguments["tiles"] = sm90.tile_count(geometry)
+        arguments["planes_per_section"] = sm90.planes_per_section(geometry, l2_cache_bytes)
+    unbound: dict[str, int | bytes] = {"ptr": 0, "tensor_map": bytes(128)}
+    return tuple(arguments[name] if name in arguments else unbound[kind] for name, kind in _params(variant))
 
 
-def launch_config(op: str, variant: AttentionVariant, geometry: AttentionGeometry, max_grid_dim_x: int) -> LaunchConfig:
+def launch_config(
+    op: str,
+    variant: AttentionVariant,
+    geometry: AttentionGeometry,
+    *,
+    max_grid_dim_x: int,
+    multiprocessor_count: int,
+) -> LaunchConfig:
     """Grid, block and shared memory of a call. An empty batch or query gives an empty grid.
 
     Raises:
         KernelError: the grid is larger than the device allows.
     """
-    tiles = _TILES[variant]
-    blocks = geometry.batch * geometry.num_heads * div_up(geometry.seq_q, tiles.queries)
+    if variant is AttentionVariant.SM90:
+        blocks = min(sm90.tile_count(geometry), multiprocessor_count)
+    else:
+        blocks = geometry.batch * geometry.num_heads * div_up(geometry.seq_q, _TILES[variant].queries)
     if blocks >= 2**64:
         raise KernelError(op, f"fused Attention grid overflow: {blocks} blocks")
     if blocks > max_grid_dim_x:
         raise KernelError(
             op, f"fused Attention requires {blocks} blocks, exceeding CUDA grid.x ({max_grid_dim_x} on this device)"
         )
-    return LaunchConfig((blocks, 1, 1), (tiles.threads, 1, 1), _shared_bytes(variant, geometry.head_dim))
+    return LaunchConfig((blocks, 1, 1), (_threads(variant, geometry), 1, 1), _shared_bytes(variant, geometry))
 
 
 def kernel_specs() -> tuple[KernelSpec, ...]:
@@ -200,8 +239,9 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
         softcap=0.0,
         scale=1.0,
     )
-    full = replace(plain, local_window=1, softcap=1.0, has_mask=True)
+    full = replace(plain, seq_k=2, local_window=1, softcap=1.0, has_mask=True)
     simt, tensor_core, decode = AttentionVariant.SIMT, AttentionVariant.TENSOR_CORE, AttentionVariant.DECODE
+    hopper = AttentionVariant.SM90
     sample = [
         *((variant, dtype, geometry) for variant in (simt, decode) for dtype in DTYPES for geometry in (plain, full)),
         *((tensor_core, float16, geometry) for geometry in (plain, full)),
@@ -212,13 +252,38 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
         ),
         *((tensor_core, float16, replace(plain, head_dim=head_dim)) for head_dim in (16, 64, 80, 112)),
         *((decode, float16, replace(plain, head_dim=head_dim)) for head_dim in (1, 7, 80, 127)),
+        *(
+            (hopper, dtype, replace(geometry, head_dim=head_dim, seq_q=seq_q))
+            for dtype in (float16, bfloat16)
+            for geometry in (plain, replace(plain, causal=False), full, replace(full, has_mask=False))
+            for head_dim, seq_q in ((128, 4096), (64, 4096), (64, 512))
+        ),
+        *((hopper, float16, replace(plain, head_dim=head_dim, seq_q=4096)) for head_dim in (8, 32, 72, 96, 120)),
     ]
-    specs = [attention_spec(*call, alignment=ACCESS_BYTES) for call in sample]
-    return (*specs, attention_spec(tensor_core, float16, plain, alignment=float16.itemsize))
+    specs = [attention_spec(*call, alignment=ACCESS_BYTES, mask_alignment=ACCESS_BYTES) for call in sample]
+    by_element = {"alignment": float16.itemsize, "mask_alignment": float16.itemsize}
+    return (
+        *dict.fromkeys(specs),
+        attention_spec(tensor_core, float16, plain, **by_element),
+        attention_spec(hopper, float16, replace(full, seq_q=4096, seq_k=4096), alignment=16, mask_alignment=2),
+    )
 
 
-def _shared_bytes(variant: AttentionVariant, head_dim: int) -> int:
+def _params(variant: AttentionVariant) -> tuple[Param, ...]:
+    return sm90.PARAMS if variant is AttentionVariant.SM90 else _PARAMS
+
+
+def _threads(variant: AttentionVariant, geometry: AttentionGeometry) -> int:
+    if variant is AttentionVariant.SM90:
+        return sm90.tiles_of(geometry).threads
+    return _TILES[variant].threads
+
+
+def _shared_bytes(variant: AttentionVariant, geometry: AttentionGeometry) -> int:
     """Dynamic shared memory of a block: ``sizeof(Smem)`` in the variant's source."""
+    head_dim = geometry.head_dim
+    if variant is AttentionVariant.SM90:
+        return sm90.shared_bytes(head_dim, sm90.tiles_of(geometry))
     tiles = _TILES[variant]
     if variant is AttentionVariant.SIMT:
         row = div_up(head_dim, 16) * 16 + 4

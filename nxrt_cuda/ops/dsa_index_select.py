@@ -22,7 +22,12 @@ order of operations. Selection is by (score descending in IEEE total order, posi
 score of any sign or payload is one value, the greatest. H = 0 or D = 0 is an error, for there is nothing
 to score with; B = 0 or S = 0 is a counted execution without launches; T = 0 writes the padding.
 
-Two launches share a workspace that the kernel object owns. It keeps its address from the warm-up through
+There are two variants, which select the same: strict, which computes every score in the definition's order, and
+certified, which scores on tensor cores and repairs what their error leaves open (``docs/dsa_exactness.md``).
+:func:`nxrt_cuda.ops.dsa_certified.uncertified_reason` decides between them; the environment variable
+``NXRT_CUDA_DSA=strict``, or :class:`Options` given to the factory, leaves the strict one alone.
+
+All launches share a workspace that the kernel object owns. It keeps its address from the warm-up through
 capture to the last replay, and grows only outside captures. Nothing synchronises or copies to the host.
 """
 
@@ -33,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nxrt_cuda.dtype import DataType, float32, int64
+from nxrt_cuda.dtype import DataType, float32, int64, uint64
 from nxrt_cuda.errors import KernelError
 from nxrt_cuda.kernel import (
     CaptureSupport,
@@ -43,19 +48,12 @@ from nxrt_cuda.kernel import (
     WorkspaceRequirement,
     register,
 )
-from nxrt_cuda.launch import KernelSpec, PreparedLaunch
+from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.node import Node
+from nxrt_cuda.ops import dsa_certified, dsa_variants
 from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, check_shapes, resolve_dims
-from nxrt_cuda.ops.dsa_variants import (
-    ACCESS_BYTES,
-    ELEMENT_TYPES,
-    choose_tile,
-    kernel_specs,
-    launch_config,
-    score_spec,
-    score_tiles,
-    select_spec,
-)
+from nxrt_cuda.ops.dsa_plan import Addresses, Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
+from nxrt_cuda.ops.dsa_variants import ACCESS_BYTES, ELEMENT_TYPES
 from nxrt_cuda.ops.operands import LastOperands, check_memory, operand_label
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
@@ -68,6 +66,8 @@ __all__ = [
     "DsaIndexSelectFactory",
     "DsaIndexSelectKernel",
     "DsaLaunchStats",
+    "DsaRepairStats",
+    "Options",
     "dsa_launch_stats",
     "dsa_workspace_stats",
     "kernel_specs",
@@ -93,7 +93,7 @@ class DsaLaunchStats(StatsTable):
 
     Attributes:
         executions: calls of ``execute`` that went through, recorded ones included.
-        score_launches, selection_launches: launches of either kernel.
+        score_launches, selection_launches: launches that score, and that select.
         last_score_grid_x, last_selection_grid_x: blocks of the latest launch of either.
     """
 
@@ -104,6 +104,21 @@ class DsaLaunchStats(StatsTable):
     selection_launches: int = 0
     last_score_grid_x: int = 0
     last_selection_grid_x: int = 0
+
+
+@dataclass(frozen=True)
+class DsaRepairStats(StatsTable):
+    """What the certified variant has scored in strict order, replays included.
+
+    Attributes:
+        rows_scored_strictly: rows with irregular numbers, for whose scores there is no bound: every allowed key.
+        keys_scored_strictly: keys whose rank the bound left open, those of such rows included.
+    """
+
+    TITLE = f"{OP} repairs"
+
+    rows_scored_strictly: int = 0
+    keys_scored_strictly: int = 0
 
 
 class _LaunchLedger:
@@ -118,18 +133,17 @@ class _LaunchLedger:
         with self._lock:
             self._executions = self._scores = self._selections = self._score_grid_x = self._selection_grid_x = 0
 
-    def executed(self, score_grid_x: int, selection_grid_x: int) -> None:
+    def executed(self, score_grids: Sequence[int], selection_grids: Sequence[int]) -> None:
         """One execution and its launches; an empty grid was none."""
+        scores, selections = list(filter(None, score_grids)), list(filter(None, selection_grids))
         with self._lock:
             self._executions += 1
-            if score_grid_x:
-                self._scores += 1
-                self._score_grid_x = score_grid_x
-            if selection_grid_x:
-                self._selections += 1
-                self._selection_grid_x = selection_grid_x
+            self._scores += len(scores)
+            self._selections += len(selections)
+            self._score_grid_x = scores[-1] if scores else self._score_grid_x
+            self._selection_grid_x = selections[-1] if selections else self._selection_grid_x
         if self._parent is not None:
-            self._parent.executed(score_grid_x, selection_grid_x)
+            self._parent.executed(scores, selections)
 
     def stats(self) -> DsaLaunchStats:
         with self._lock:
@@ -165,32 +179,16 @@ def reset_dsa_workspace_stats() -> bool:
 # The kernel object.
 
 
-@dataclass(frozen=True)
-class _Attributes:
-    top_k: int
-    scale: float
-    weights_scale: float
-
-    @classmethod
-    def read(cls, node: Node) -> _Attributes:
-        attributes = cls(
-            top_k=node.positive_int_attr("top_k"),
-            scale=node.finite_positive_float_attr("scale"),
-            weights_scale=node.finite_positive_float_attr("weights_scale", 1.0),
-        )
-        if attributes.top_k > _I64_MAX:
-            raise KernelError(OP, f"attribute 'top_k' must fit i64, got {attributes.top_k}", operand="top_k")
-        node.reject_unknown_attributes(("top_k", "scale", "weights_scale"), "the frozen v1 ABI")
-        return attributes
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The launches for one layout of the operands; every call renews their pointers."""
-
-    layout: WorkspaceLayout
-    score: PreparedLaunch
-    select: PreparedLaunch
+def _read_attributes(node: Node) -> Attributes:
+    attributes = Attributes(
+        top_k=node.positive_int_attr("top_k"),
+        scale=node.finite_positive_float_attr("scale"),
+        weights_scale=node.finite_positive_float_attr("weights_scale", 1.0),
+    )
+    if attributes.top_k > _I64_MAX:
+        raise KernelError(OP, f"attribute 'top_k' must fit i64, got {attributes.top_k}", operand="top_k")
+    node.reject_unknown_attributes(("top_k", "scale", "weights_scale"), "the frozen v1 ABI")
+    return attributes
 
 
 _PlanKey = tuple[bool, tuple[TensorMetadata, ...]]
@@ -200,14 +198,17 @@ _PlanKey = tuple[bool, tuple[TensorMetadata, ...]]
 class DsaIndexSelectKernel(Kernel):
     """One DsaIndexSelect node on one runtime; made by :class:`DsaIndexSelectFactory`."""
 
-    def __init__(self, runtime: CudaRuntime, attributes: _Attributes, max_grid_x: int) -> None:
+    def __init__(self, runtime: CudaRuntime, attributes: Attributes, options: Options, max_grid_x: int) -> None:
         self._runtime = runtime
         self._attributes = attributes
+        self._options = options
         self._max_grid_x = max_grid_x
         self._workspace = Workspace(runtime, OP, _process_workspaces)
         self._launches = _LaunchLedger(_process_launches)
-        self._plans: dict[_PlanKey, _Plan] = {}
-        self._last: LastOperands[tuple[_Plan, WorkspaceSlot]] = LastOperands(runtime)
+        self._plans: dict[_PlanKey, Plan] = {}
+        self._last: LastOperands[tuple[Plan, WorkspaceSlot]] = LastOperands(runtime)
+        self._choice: DsaChoice | None = None
+        self._counters: TensorMut | None = None
         self._warmed = False
 
     def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
@@ -220,20 +221,21 @@ class DsaIndexSelectKernel(Kernel):
         runtime = self._runtime
         operands = (*inputs, *outputs)
         with runtime.exclusive():
-            bound = self._last.find(operands)
+            bound = self._last.find(operands) if len(outputs) == 1 else None
             plan, slot = bound or self._bind(inputs, outputs)
-            runtime.launch(plan.score, operands[:_OUTPUT])
-            runtime.launch(plan.select, operands[_OUTPUT:])
-            self._launches.executed(plan.score.config.grid[0], plan.select.config.grid[0])
+            for launch, touched in plan.steps:
+                runtime.launch(launch, operands[touched])
+            self._launches.executed(plan.score_grids, plan.selection_grids)
+            self._choice = plan.choice
             if runtime.is_capturing():
-                runtime.retain(self._workspace.device_graph_resources())
+                runtime.retain(self.device_graph_resources())
             else:
                 self._workspace.publish(slot)
                 self._warmed = True
             if bound is None:
                 self._last.remember(operands, (plan, slot))
 
-    def _bind(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[_Plan, WorkspaceSlot]:
+    def _bind(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[Plan, WorkspaceSlot]:
         """Check the operands, and write their addresses into the launches for their layout."""
         operands = _required_operands(inputs, outputs)
         check_memory(OP, self._runtime, _OPERAND_NAMES, operands[:_OUTPUT], operands[_OUTPUT:])
@@ -242,18 +244,12 @@ class DsaIndexSelectKernel(Kernel):
         aligned = (query.ptr | key.ptr) % ACCESS_BYTES == 0
         plan = self._plans.get((aligned, metadata))
         if plan is None:
-            dims = self._check_metadata(metadata)
-            layout = WorkspaceLayout.of(dims)
-            slot = self._workspace.candidate(layout.nbytes)
-            plan = self._prepare(dims, layout, query.dtype, aligned)
+            plan, slot = self._plan(self._check_metadata(metadata), query.dtype, aligned)
             self._remember((aligned, metadata), plan)
         else:
-            slot = self._workspace.candidate(plan.layout.nbytes)
+            slot = self._workspace.candidate(plan.nbytes)
         self._last.forget()
-        scores = slot.ptr + plan.layout.scores_offset
-        allowed = slot.ptr + plan.layout.allowed_offset
-        plan.score.bind(query.ptr, key.ptr, weights.ptr, bias.ptr, scores, allowed)
-        plan.select.bind(scores, allowed, out.ptr)
+        plan.bind(slot.ptr, Addresses(query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr))
         return plan, slot
 
     def workspace_requirement(self, inputs: Sequence[TensorMetadata]) -> WorkspaceRequirement:
@@ -277,14 +273,28 @@ class DsaIndexSelectKernel(Kernel):
         )
 
     def device_graph_resources(self) -> tuple[DeviceGraphResource, ...]:
-        """The workspace."""
-        return self._workspace.device_graph_resources()
+        """The workspace, and the counters of what was repaired."""
+        counters = self._counters
+        counted = () if counters is None else (DeviceGraphResource(id(counters), counters),)
+        return (*self._workspace.device_graph_resources(), *counted)
 
     def launch_stats(self) -> DsaLaunchStats:
         return self._launches.stats()
 
     def workspace_stats(self) -> WorkspaceStats:
         return self._workspace.stats()
+
+    def repair_stats(self) -> DsaRepairStats:
+        """What was scored strictly so far; reads counters on the device, so it waits for the work queued before."""
+        if self._counters is None:
+            return DsaRepairStats()
+        rows, keys = self._counters.numpy().tolist()
+        return DsaRepairStats(rows, keys)
+
+    @property
+    def choice(self) -> DsaChoice | None:
+        """The variant that served the last execution, and why; None before the first."""
+        return self._choice
 
     def _check_metadata(self, metadata: tuple[TensorMetadata, ...]) -> Dims:
         *inputs, output = metadata
@@ -311,47 +321,40 @@ class DsaIndexSelectKernel(Kernel):
             )
         return dims
 
-    def _prepare(self, dims: Dims, layout: WorkspaceLayout, dtype: DataType, aligned: bool) -> _Plan:
-        """Load the kernels and pack their arguments, pointers apart; an empty tensor makes an empty grid."""
-        runtime, attributes, limit = self._runtime, self._attributes, self._max_grid_x
+    def _plan(self, dims: Dims, dtype: DataType, aligned: bool) -> tuple[Plan, WorkspaceSlot]:
+        """Find room, load the kernels, pack their arguments but for addresses; an empty tensor makes an empty grid."""
+        runtime, attributes, options, limit = self._runtime, self._attributes, self._options, self._max_grid_x
         runtime.require_nvrtc_half_headers(OP)
-        tile = choose_tile(dims)
-        score = runtime.function(score_spec(dtype, tile, dims.head_dim, aligned=aligned))
-        select = runtime.function(select_spec(dims))
-        return _Plan(
-            layout,
-            runtime.prepare(
-                score,
-                launch_config(score.spec, score_tiles(dims, tile), limit),
-                *_unbound(score.spec),
-                dims.batch,
-                dims.q_seq,
-                dims.heads,
-                dims.head_dim,
-                dims.key_seq,
-                attributes.scale,
-                attributes.weights_scale,
-                op=OP,
-            ),
-            runtime.prepare(
-                select,
-                launch_config(select.spec, dims.rows, limit),
-                *_unbound(select.spec),
-                dims.rows,
-                dims.key_seq,
-                attributes.top_k,
-                op=OP,
-            ),
+        capability = runtime.capabilities.compute_capability
+        reason = (
+            "asked for"
+            if options.mode == "strict"
+            else dsa_certified.uncertified_reason(dtype, dims, attributes.top_k, capability, aligned=aligned)
         )
+        if reason is not None:
+            strict = WorkspaceLayout.of(dims)
+            slot = self._workspace.candidate(strict.nbytes)
+            return StrictPlan(runtime, dims, dtype, attributes, strict, reason, aligned=aligned, max_grid_x=limit), slot
+        certified = dsa_certified.CertifiedLayout.of(dims, options.workspace_bytes)
+        slot = self._workspace.candidate(certified.nbytes)
+        if self._counters is None:
+            self._counters = runtime.zeros((2,), uint64)
+        return CertifiedPlan(
+            runtime, dims, dtype, attributes, certified, max_grid_x=limit, counters=self._counters
+        ), slot
 
-    def _remember(self, key: _PlanKey, plan: _Plan) -> None:
+    def _remember(self, key: _PlanKey, plan: Plan) -> None:
         if len(self._plans) == _PLAN_LIMIT:
             del self._plans[next(iter(self._plans))]
         self._plans[key] = plan
 
 
 class DsaIndexSelectFactory(KernelFactory):
-    """Makes DsaIndexSelect kernels."""
+    """Makes DsaIndexSelect kernels; by default with the options that the environment names."""
+
+    def __init__(self, runtime: CudaRuntime, options: Options | None = None) -> None:
+        super().__init__(runtime)
+        self._options = options or Options.from_environment()
 
     def create(self, node: Node, shapes: Sequence[tuple[int, ...] | None]) -> DsaIndexSelectKernel:
         """A kernel for ``node``; it takes any shapes.
@@ -359,7 +362,8 @@ class DsaIndexSelectFactory(KernelFactory):
         Raises:
             KernelError: an attribute is missing, ill-typed, out of range or outside the v1 ABI.
         """
-        return DsaIndexSelectKernel(self.runtime, _Attributes.read(node), self.runtime.capabilities.max_grid_dim_x)
+        limit = self.runtime.capabilities.max_grid_dim_x
+        return DsaIndexSelectKernel(self.runtime, _read_attributes(node), self._options, limit)
 
     @classmethod
     def output_metadata(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[TensorMetadata, ...]:
@@ -367,7 +371,7 @@ class DsaIndexSelectFactory(KernelFactory):
         query = inputs[0]
         assert query is not None
         batch, q_seq = query.shape[:2]
-        return (TensorMetadata(int64, (batch, 1, q_seq, _Attributes.read(node).top_k)),)
+        return (TensorMetadata(int64, (batch, 1, q_seq, _read_attributes(node).top_k)),)
 
     @classmethod
     def batch_inputs(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[int, ...]:
@@ -377,7 +381,8 @@ class DsaIndexSelectFactory(KernelFactory):
     @classmethod
     def kernel_specs(cls, compute_capability: tuple[int, int]) -> tuple[KernelSpec, ...]:
         """All that the operator can launch."""
-        return kernel_specs()
+        is_certified = compute_capability == dsa_certified.COMPUTE_CAPABILITY
+        return kernel_specs() if is_certified else dsa_variants.kernel_specs()
 
     def create_kernel_with_grid_limit(self, node: Node, max_grid_x: int) -> DsaIndexSelectKernel:
         """A kernel that launches no more than ``max_grid_x`` blocks, for tests of the grid stride.
@@ -388,7 +393,13 @@ class DsaIndexSelectFactory(KernelFactory):
         if max_grid_x <= 0:
             raise KernelError(OP, "test grid limit must be greater than zero")
         device_limit = self.runtime.capabilities.max_grid_dim_x
-        return DsaIndexSelectKernel(self.runtime, _Attributes.read(node), min(max_grid_x, device_limit))
+        limit = min(max_grid_x, device_limit)
+        return DsaIndexSelectKernel(self.runtime, _read_attributes(node), self._options, limit)
+
+
+def kernel_specs() -> tuple[KernelSpec, ...]:
+    """Every specialisation that the operator can launch on any device."""
+    return (*dsa_variants.kernel_specs(), *dsa_certified.certified_specs())
 
 
 def unsupported_reason(
@@ -402,7 +413,7 @@ def unsupported_reason(
     if any(dtype not in (query, None) for dtype in (key, weights)):
         return f"{OP}: query, key, and weights must use the same floating dtype on CUDA"
     try:
-        _Attributes.read(node)
+        _read_attributes(node)
         if len(shapes) != len(INPUT_NAMES):
             return f"{OP}: expected 4 inputs, got {len(shapes)}"
         if bias not in (float32, None):
@@ -422,11 +433,6 @@ def _required_operands(inputs: Sequence[TensorView | None], outputs: Sequence[Te
         if view is None:
             raise KernelError(OP, f"required input {index} ('{name}') is absent", operand=name)
     return (*inputs, *outputs)  # type: ignore[arg-type]
-
-
-def _unbound(spec: KernelSpec) -> tuple[int, ...]:
-    """Null pointers in place of those that every call binds."""
-    return (0,) * sum(param.kind == "ptr" for param in spec.params)
 
 
 def _operand_error(position: int, what: str) -> KernelError:

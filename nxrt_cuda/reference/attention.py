@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nxrt_cuda.driver.host_tensor_map import HostTensorMap
 from nxrt_cuda.dtype import DataType, bfloat16, float16, float32, int32, uint32
 from nxrt_cuda.kernel import CaptureErrorCode
 
@@ -164,6 +165,43 @@ _ELEMENTS = {dtype.cuda: dtype for dtype in (float32, float16, bfloat16)}
 
 
 def _attention_entry(launch: HostLaunch) -> None:
+    heads, seq_q = int(launch.args["q_heads"]), int(launch.args["sq"])
+    query_tiles = -(-seq_q // int(launch.macros.get("BLOCK_QUERIES", 1)))
+    _run(launch, _batch_of(launch.grid[0], heads, query_tiles))
+
+
+def _sm90_entry(launch: HostLaunch) -> None:
+    """As :func:`_attention_entry`, with the grid cut loose from the tiles, and with what the maps must say."""
+    args, macros = launch.args, launch.macros
+    element = _ELEMENTS[macros["ELEMENT"]]
+    head_dim, rows = int(macros["HEAD_DIM"]), 64
+    heads, group, seq_q, seq_k = (int(args[name]) for name in ("q_heads", "group", "sq", "sk"))
+    batch = _batch_of(args["tiles"], heads, -(-seq_q // (rows * int(macros["CONSUMERS"]))))
+    row = head_dim * element.itemsize
+    queries = ((head_dim, seq_q, batch * heads), (row, row * seq_q), (64, rows, 1))
+    keys = (
+        (head_dim, seq_k, batch * heads // group),
+        (row, row * args["kv_capacity"]),
+        (64, int(macros["BLOCK_KEYS"]), 1),
+    )
+    for name, (extents, strides, box) in (("q", queries), ("key", keys), ("value", keys), ("output", queries)):
+        actual = HostTensorMap.decode(args[f"{name}_map"])
+        expected = HostTensorMap(element.name.upper(), args[name], extents, strides, box)
+        if actual != expected:
+            raise ValueError(f"{name}_map is {actual}, and {expected} is what the other arguments say")
+    if launch.view(args["tile_counter"], uint32, (1,))[0] != 0:
+        raise ValueError("the tile counter is not zero")
+    _run(launch, batch)
+
+
+def _batch_of(tiles: int, heads: int, query_tiles: int) -> int:
+    batch, uncovered = divmod(tiles, heads * query_tiles)
+    if uncovered:
+        raise ValueError(f"{tiles} tiles are not a whole number of {heads} heads x {query_tiles} tiles")
+    return batch
+
+
+def _run(launch: HostLaunch, batch: int) -> None:
     args, macros = launch.args, launch.macros
     element = _ELEMENTS[macros["ELEMENT"]]
     head_dim = int(macros["HEAD_DIM"])
@@ -179,10 +217,6 @@ def _attention_entry(launch: HostLaunch) -> None:
             "mask_head_stride",
         )
     )
-    query_tiles = -(-seq_q // int(macros.get("BLOCK_QUERIES", 1)))
-    batch, uncovered = divmod(launch.grid[0], heads * query_tiles)
-    if uncovered:
-        raise ValueError(f"grid.x = {launch.grid[0]} is not a whole number of {heads} heads x {query_tiles} tiles")
 
     def lengths(name: str) -> NDArray | None:
         return launch.view(args[name], int32, (batch,)) if args[name] else None
@@ -229,6 +263,8 @@ HOST_ENTRIES: dict[str, HostEntry] = {
     "flash_attention_f16": _attention_entry,
     "flash_attention_bf16": _attention_entry,
     "flash_attention_f16_tc": _attention_entry,
+    "flash_attention_f16_sm90": _sm90_entry,
+    "flash_attention_bf16_sm90": _sm90_entry,
     "attention_decode_f32": _attention_entry,
     "attention_decode_f16": _attention_entry,
     "attention_decode_bf16": _attention_entry,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -31,6 +32,11 @@ def start(*command: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedP
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m nxrt_cuda`` with ``arguments``."""
     return start("-m", "nxrt_cuda", *arguments)
+
+
+def no_driver() -> NoReturn:
+    """Takes the place of CudaDriver on a machine that has none."""
+    raise nx.NoDeviceError("cuInit", 100, "CUDA_ERROR_NO_DEVICE", "the driver library cannot be loaded", "advice")
 
 
 def corrupting(entry: HostEntry, output: str, dtype: nx.DataType, on_call: int) -> HostEntry:

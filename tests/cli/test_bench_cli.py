@@ -103,12 +103,30 @@ def test_wrong_arguments_are_status_2(call: Call) -> None:
     assert "without a GPU there is nothing to measure; --quick shows that everything runs" in err
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_is_one_line(call: Call, tmp_path: Path, option: str) -> None:
-    """After the table, which is not lost."""
+@pytest.mark.parametrize(
+    ("option", "file", "message"),
+    [
+        ("--json", "missing/bench.json", "{tmp}/missing is no directory"),
+        ("--plot", "missing/bench.png", "{tmp}/missing is no directory"),
+        ("--json", "", "--json {tmp} cannot be written"),
+        ("--plot", "bench.docx", "--plot {tmp}/bench.docx: matplotlib writes no 'docx'; it writes "),
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, file: str, message: str
+) -> None:
     if option == "--plot":
         pytest.importorskip("matplotlib")
-    status, out, err = call("bench", "launch", *_ON_THE_HOST, option, tmp_path / "missing" / "file.png")
+    monkeypatch.setattr("nxrt_cuda.cli.bench.open_device", None)
+    status, out, err = call("bench", *_ON_THE_HOST, option, tmp_path / file)
+    assert (status, out) == (2, "")
+    assert message.format(tmp=tmp_path) in err
+    assert err.count("\n") == 1
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line(call: Call) -> None:
+    """After the table, which is not lost."""
+    status, out, err = call("bench", "launch", *_ON_THE_HOST, "--json", "/dev/full")
     assert status == 1
     assert "Host time of a call" in out
     assert err.startswith("nxrt_cuda bench: the results cannot be written: ")

@@ -10,10 +10,12 @@ import pytest
 
 from nxrt_cuda import ahead_of_time
 from nxrt_cuda.compile import NvrtcCompiler
-from nxrt_cuda.ops.dsa_index_select import kernel_specs
+from nxrt_cuda.ops.dsa_variants import kernel_specs
 from nxrt_cuda.program_cache import ProgramCache
+from tests.cli.commands import no_driver
 from tests.cli.conftest import Call
 
+# Of devices that have no variant of their own.
 _HALF = [spec for spec in kernel_specs() if dict(spec.macros).get("ELEMENT") in ("__half", None)]
 
 
@@ -25,15 +27,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProgramCache:
 
 
 def test_a_cache_filled_without_a_gpu_serves_a_device(call: Call, cache: ProgramCache) -> None:
-    """Status 0 and a count; a second run compiles nothing, and a Hopper device's compiler finds them all."""
-    arguments = ("compile", "--arch", "sm_90a", "--op", "DsaIndexSelect", "--dtype", "float16")
+    """Status 0 and a count; a second run compiles nothing, and an Ada device's compiler finds them all."""
+    arguments = ("compile", "--arch", "sm_89", "--op", "DsaIndexSelect", "--dtype", "float16")
     status, out, err = call(*arguments)
     assert (status, err) == (0, "")
-    assert out.startswith(f"{len(_HALF)} programs for sm_90a: {len(_HALF)} compiled in ")
+    assert out.startswith(f"{len(_HALF)} programs for sm_89: {len(_HALF)} compiled in ")
     assert f"program cache: {cache.directory}" in out
     status, out, _ = call(*arguments, "--jobs", 1)
     assert f"0 compiled in 0.0 s, {len(_HALF)} in the cache already" in out
-    compiler = NvrtcCompiler((9, 0), cache)
+    compiler = NvrtcCompiler((8, 9), cache)
     assert all(compiler.compile(spec).cached for spec in _HALF)
 
 
@@ -65,7 +67,8 @@ def test_json_lists_every_program(call: Call, cache: ProgramCache) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--arch", "sm_91"), "cannot compile for sm_91; it knows sm_75, sm_80"),
+        (("--arch", "sm_91"), "cannot compile for 'sm_91'; it knows sm_75, sm_80"),
+        (("--arch", ""), "cannot compile for ''; it knows sm_75, sm_80"),
         (("--arch", "sm_80", "--op", "Softmax"), "there is no operator 'Softmax'; there are ai.onnx::Attention"),
         (("--arch", "sm_80", "--dtype", "float8"), "'float8' is not supported; use one of"),
         (("--arch", "sm_80", "--dtype", "int32"), "no kernel among these takes Int32"),
@@ -82,8 +85,27 @@ def test_a_wrong_argument_is_status_2_and_names_the_choices(
     assert cache.usage() == (0, 0)
 
 
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
-def test_without_a_gpu_it_asks_for_an_architecture(call: Call, cache: ProgramCache) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("NXRT_CUDA_CACHE", "0", "there is no program cache to fill; unset NXRT_CUDA_CACHE"),
+        ("NXRT_CUDA_CACHE_DIR", __file__, f"nothing can be kept in the program cache {__file__}: "),
+    ],
+)
+def test_a_cache_that_keeps_nothing_is_status_2(
+    call: Call, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    status, out, err = call("compile", "--arch", "sm_80")
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_a_gpu_it_asks_for_an_architecture(
+    call: Call, cache: ProgramCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nxrt_cuda.driver.cuda.CudaDriver", no_driver)
     status, _, err = call("compile")
     assert status == 2
     assert "there is no device to compile for; name an architecture, such as sm_90a" in err

@@ -81,7 +81,7 @@ def test_demo_changes_the_contents_before_every_replay() -> None:
             id="an index is wrong",
         ),
         pytest.param(
-            "flash_attention_f16_tc",
+            "flash_attention_f16_sm90",
             "output",
             nx.float16,
             3,
@@ -115,3 +115,12 @@ def test_demo_without_its_recordings_says_so(call: Call, monkeypatch: pytest.Mon
     assert (status, out) == (1, "")
     assert err.startswith("nxrt_cuda demo: the recorded tensors are not part of this installation: ")
     assert str(tmp_path) in err
+
+
+@pytest.mark.parametrize(("device", "prefix"), [((), ""), (("--device", "host"), "--device host: ")])
+def test_a_runtime_that_does_not_open_is_blamed_on_the_device_only_if_one_was_named(
+    call: Call, monkeypatch: pytest.MonkeyPatch, device: tuple[str, ...], prefix: str
+) -> None:
+    monkeypatch.setenv("NXRT_CUDA_POOL_BYTES", "abc")
+    message = "NXRT_CUDA_POOL_BYTES must be a whole number of bytes >= 0, got 'abc'"
+    assert call("demo", *device) == (2, "", f"nxrt_cuda demo: {prefix}{message}\n")

@@ -15,7 +15,7 @@ from nxrt_cuda.cli import doctor
 from nxrt_cuda.headers import CudaHeaders
 from nxrt_cuda.nvrtc import load_nvrtc
 from nxrt_cuda.program_cache import ProgramCache
-from tests.cli.commands import ROOT, process
+from tests.cli.commands import ROOT, no_driver, process
 from tests.cli.conftest import Call
 
 
@@ -55,10 +55,6 @@ class OldGpu(Gpu):
 class BusyGpu(Gpu):
     def primary_ctx_retain(self, device: int) -> int:
         raise nx.DriverError("cuDevicePrimaryCtxRetain", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "busy or unavailable")
-
-
-def no_driver() -> Gpu:
-    raise nx.NoDeviceError("cuInit", 100, "CUDA_ERROR_NO_DEVICE", "the driver library cannot be loaded", "advice")
 
 
 @pytest.fixture
@@ -178,6 +174,21 @@ def test_doctor_fails_where_nothing_can_run(
     assert status == 1
     assert "this machine: nothing can run" in out
     assert "host driver: reinstall the package" in out
+
+
+@pytest.mark.parametrize("kind", [Gpu, no_driver])
+def test_doctor_names_a_variable_that_keeps_every_runtime_from_opening(
+    call: Call, with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, kind: Callable[[], Gpu]
+) -> None:
+    """And does not advise to install anything anew."""
+    with_gpu(kind)
+    monkeypatch.setenv("NXRT_CUDA_POOL_BYTES", "abc")
+    status, out, _ = call("doctor")
+    assert status == 1
+    assert "this machine: nothing can run" in out
+    assert "NXRT_CUDA_POOL_BYTES must be a whole number of bytes >= 0, got 'abc'" in " ".join(out.split())
+    assert "memory pool: unset NXRT_CUDA_POOL_BYTES" in out
+    assert "reinstall" not in out
 
 
 def test_doctor_reports_the_program_cache(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -145,12 +145,105 @@ static Status graph_nodes(Handle graph, Handle* nodes, size_t* count) {
 }
 static Status node_type(Handle node, int* type) { *type = (int)((uintptr_t)node - 0x10); return 0; }
 static Status graph_launch(Handle graph, Handle stream) { CALL("cuGraphLaunch", "%p %p", graph, stream); return 0; }
+static Status free_async(uint64_t ptr, Handle stream) { CALL("cuMemFreeAsync", "0x%lx %p", ptr, stream); return 0; }
+static Status capture_info(Handle stream, int* status, uint64_t* id, Handle* graph, Handle** nodes, void** edges,
+                           size_t* count) {
+    static Handle dependencies[] = {(Handle)0x10, (Handle)0x12};
+    static uint64_t plain_edges[2];
+    CALL("cuStreamGetCaptureInfo", "%p", stream);
+    *status = 1;
+    if (id) *id = 1;
+    if (graph) *graph = (Handle)0xa0;
+    if (nodes) *nodes = dependencies;
+    if (edges) *edges = plain_edges;
+    if (count) *count = 2;
+    return 0;
+}
+static Status graph_edges(Handle graph, Handle* from, Handle* to, void* data, size_t* count) {
+    if (!from) *count = 2;
+    for (size_t i = 0; from && i < *count; ++i) {
+        from[i] = (Handle)(uintptr_t)(0x10 + i);
+        to[i] = (Handle)(uintptr_t)(0x11 + i);
+    }
+    return 0;
+}
+
+typedef struct {
+    Handle function;
+    unsigned grid[3], block[3], shared_bytes;
+    void **params, **extra;
+    Handle kernel, context;
+} KernelNode;
+
+typedef struct {
+    size_t x, y, z, lod;
+    int memory_type;
+    void* host;
+    uint64_t device;
+    Handle array;
+    void* reserved;
+    size_t pitch, height;
+} CopySide;
+
+typedef struct {
+    CopySide source, destination;
+    size_t width, height, depth;
+} CopyNode;
+
+typedef struct {
+    uint64_t destination;
+    size_t pitch;
+    unsigned value, element_size;
+    size_t width, height;
+} FillNode;
+
+typedef struct {
+    int result;
+    Handle node, from;
+} UpdateResult;
+
+static Status update_kernel(Handle exec, Handle node, const KernelNode* to) {
+    CALL("cuGraphExecKernelNodeSetParams", "%p %p: %p (%u %u %u) (%u %u %u) %u %p %p %p %p", exec, node, to->function,
+         to->grid[0], to->grid[1], to->grid[2], to->block[0], to->block[1], to->block[2], to->shared_bytes,
+         (void*)to->params, (void*)to->extra, to->kernel, to->context);
+    return 0;
+}
+static Status update_copy(Handle exec, Handle node, const CopyNode* to, Handle context) {
+    CALL("cuGraphExecMemcpyNodeSetParams", "%p %p: %d 0x%lx from %d 0x%lx, %zu x %zu x %zu, %p", exec, node,
+         to->destination.memory_type, to->destination.device, to->source.memory_type, to->source.device, to->width,
+         to->height, to->depth, context);
+    return 0;
+}
+static Status update_fill(Handle exec, Handle node, const FillNode* to, Handle context) {
+    CALL("cuGraphExecMemsetNodeSetParams", "%p %p: 0x%lx = %u, %u x %zu x %zu, %p", exec, node, to->destination,
+         to->value, to->element_size, to->width, to->height, context);
+    return 0;
+}
+static Status set_kernel(Handle node, const KernelNode* to) {
+    CALL("cuGraphKernelNodeSetParams", "%p: %p %p", node, to->function, (void*)to->params);
+    return 0;
+}
+static Status set_copy(Handle node, const CopyNode* to) {
+    CALL("cuGraphMemcpyNodeSetParams", "%p: 0x%lx 0x%lx %zu", node, to->destination.device, to->source.device, to->width);
+    return 0;
+}
+static Status set_fill(Handle node, const FillNode* to) {
+    CALL("cuGraphMemsetNodeSetParams", "%p: 0x%lx %u %zu", node, to->destination, to->value, to->width);
+    return 0;
+}
+static Status update_graph(Handle exec, Handle graph, UpdateResult* result) {
+    memset(result, 0, sizeof *result);
+    result->result = status_of("cuGraphExecUpdate") ? 2 : 0;
+    CALL("cuGraphExecUpdate", "%p %p", exec, graph);
+    return 0;
+}
 static Status error_string(int error, const char** text) { *text = "the driver's own words"; return 0; }
 static Status any(void) { return 0; }
 
 Status cuDriverGetVersion(int* version) { return driver_version(version); }
 
 // ctypes looks functions up by name, as the bindings do not.
+Status cuGraphExecUpdate_v2(Handle exec, Handle graph, UpdateResult* result) { return update_graph(exec, graph, result); }
 Status cuPointerGetAttribute(void* data, int attribute, uint64_t ptr) { return pointer_attribute(data, attribute, ptr); }
 
 Status cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags, int* found) {
@@ -188,6 +281,15 @@ Status cuGetProcAddress_v2(const char* name, void** function, int version, uint6
         {"cuGraphGetNodes", graph_nodes},
         {"cuGraphNodeGetType", node_type},
         {"cuGraphLaunch", graph_launch},
+        {"cuGraphGetEdges", graph_edges},
+        {"cuGraphExecKernelNodeSetParams", update_kernel},
+        {"cuGraphExecMemcpyNodeSetParams", update_copy},
+        {"cuGraphExecMemsetNodeSetParams", update_fill},
+        {"cuGraphKernelNodeSetParams", set_kernel},
+        {"cuGraphMemcpyNodeSetParams", set_copy},
+        {"cuGraphMemsetNodeSetParams", set_fill},
+        {"cuStreamGetCaptureInfo", capture_info},
+        {"cuMemFreeAsync", free_async},
         {"cuGetErrorString", error_string},
         {"cuGetProcAddress", cuGetProcAddress_v2},
     };

@@ -249,6 +249,43 @@ def test_capture_calls(stub: Run) -> None:
     ]
 
 
+def test_nodes_and_their_parameters(stub: Run) -> None:
+    """Every field of the bindings' structures is what the driver reads; a refused update says what differs."""
+    lines = stub(
+        """
+        print(driver.stream_capture_dependencies(1), driver.graph_edges(0xa0))
+        kernel = (0x7f00000000f0, (2**31 - 1, 2, 3), (4, 5, 6), 7, 0x7ffc00000008)
+        copy, fill = (0xfffffffffffff000, 0xffffffffffff0000, 2**33, 0xc0), (0xfffffffffffff000, 255, 2**33, 0xc0)
+        driver.graph_exec_kernel_node_set_params(0x7f0000000abc, 0x7f0000000def, *kernel)
+        driver.graph_exec_memcpy_node_set_params(0x7f0000000abc, 0x7f0000000def, *copy)
+        driver.graph_exec_memset_node_set_params(0x7f0000000abc, 0x7f0000000def, *fill)
+        driver.graph_kernel_node_set_params(0x7f0000000def, *kernel)
+        driver.graph_memcpy_node_set_params(0x7f0000000def, *copy)
+        driver.graph_memset_node_set_params(0x7f0000000def, *fill)
+        driver.mem_free_async(0xfffffffffffff000, 0x7f0000000010)
+        failure(driver.graph_exec_update, 0x7f0000000abc, 0xa0)
+        """,
+        status="cuGraphExecUpdate=910",
+    )
+    target = "0x7f0000000abc 0x7f0000000def:"
+    assert lines[2:] == [
+        "cuStreamGetCaptureInfo 0x1",
+        "(16, 18) ((16, 17), (17, 18))",
+        f"cuGraphExecKernelNodeSetParams {target} 0x7f00000000f0 (2147483647 2 3) (4 5 6) 7 0x7ffc00000008 "
+        "(nil) (nil) (nil)",
+        f"cuGraphExecMemcpyNodeSetParams {target} 2 0xfffffffffffff000 from 2 0xffffffffffff0000, "
+        "8589934592 x 1 x 1, 0xc0",
+        f"cuGraphExecMemsetNodeSetParams {target} 0xfffffffffffff000 = 255, 1 x 8589934592 x 1, 0xc0",
+        "cuGraphKernelNodeSetParams 0x7f0000000def: 0x7f00000000f0 0x7ffc00000008",
+        "cuGraphMemcpyNodeSetParams 0x7f0000000def: 0xfffffffffffff000 0xffffffffffff0000 8589934592",
+        "cuGraphMemsetNodeSetParams 0x7f0000000def: 0xfffffffffffff000 255 8589934592",
+        "cuMemFreeAsync 0xfffffffffffff000 0x7f0000000010",
+        "cuGraphExecUpdate 0x7f0000000abc 0xa0",
+        "DriverError 910 cuGraphExecUpdate failed: CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE (910): "
+        "the driver's own words (CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED)",
+    ]
+
+
 def test_pointer_info(stub: Run) -> None:
     """The device of an address is the driver's answer, and an address it does not know has none."""
     assert stub("print(driver.pointer_info(0x1000))")[-1] == "PointerInfo(device=3, is_device=True)"

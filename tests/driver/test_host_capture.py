@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
-from tests.driver.host_rig import AXPY, Rig, image, in_thread, refused
+from tests.driver.host_rig import AXPY, Rig, image, in_thread, packed, refused
 
 THREAD_LOCAL = CaptureMode.THREAD_LOCAL
 
@@ -548,3 +548,140 @@ def test_memory_freed_between_launch_and_run_of_a_replay_is_a_fault(rig: Rig, ce
     rig.driver.mem_free(cell)
     with refused("CUDA_ERROR_ILLEGAL_ADDRESS", "graph of 1 nodes on stream", "node 0 (memset", "was freed before"):
         rig.driver.stream_synchronize(rig.stream)
+
+
+# Nodes, and new parameters for them
+
+
+class Recorded:
+    """A kernel, a copy and a fill in one graph, ``y += 2 x``, ``z = y``, ``y = 0``, and the executable of it."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.driver = rig.driver
+        self.context = rig.context
+        self.x, self.y, self.z = (rig.upload(np.full(4, value, np.float32)) for value in (1, 0, 9))
+        self.function = rig.function(AXPY)
+        self.nodes: list[int] = []
+        begin(rig)
+        rig.launch(self.function, AXPY, self.x, self.y, 4, 2.0)
+        self.nodes += rig.driver.stream_capture_dependencies(rig.stream)
+        rig.driver.memcpy_dtod_async(self.z, self.y, 16, rig.stream)
+        self.nodes += rig.driver.stream_capture_dependencies(rig.stream)
+        rig.driver.memset_d8_async(self.y, 0, 16, rig.stream)
+        self.nodes += rig.driver.stream_capture_dependencies(rig.stream)
+        self.kernel, self.copy, self.fill = self.nodes
+        self.graph = end(rig)
+        self.graph_exec = rig.driver.graph_instantiate(self.graph)
+
+
+@pytest.fixture
+def recorded(rig: Rig) -> Recorded:
+    return Recorded(rig)
+
+
+def floats(rig: Rig, ptr: int) -> list[float]:
+    values: list[float] = rig.download(ptr, np.float32, 4).tolist()
+    return values
+
+
+def test_work_just_captured_is_what_the_next_work_depends_on(rig: Rig, recorded: Recorded) -> None:
+    """One node each, in a chain; outside a capture there is none."""
+    kernel, copy, fill = recorded.nodes
+    assert rig.driver.graph_edges(recorded.graph) == ((kernel, copy), (copy, fill))
+    assert rig.driver.stream_capture_dependencies(rig.stream) == ()
+
+
+def test_new_parameters_hold_for_later_launches_of_the_executable_only(rig: Rig, recorded: Recorded) -> None:
+    """One that was queued before keeps what it had, and so does the graph."""
+    driver, on = rig.driver, recorded
+    other = rig.upload(np.full(4, 5, np.float32))
+    driver.graph_launch(on.graph_exec, rig.stream)
+    _storage, params = packed(AXPY, other, on.y, 4, 10.0)
+    driver.graph_exec_kernel_node_set_params(on.graph_exec, on.kernel, on.function, (1, 1, 1), (32, 1, 1), 0, params)
+    assert floats(rig, on.z) == [2] * 4
+    driver.graph_launch(on.graph_exec, rig.stream)
+    assert floats(rig, on.z) == [50] * 4
+    driver.graph_launch(driver.graph_instantiate(on.graph), rig.stream)
+    assert floats(rig, on.z) == [2] * 4
+
+
+def test_copies_and_fills_take_new_parameters(rig: Rig, recorded: Recorded) -> None:
+    driver, on = rig.driver, recorded
+    target = rig.upload(np.full(4, 7, np.float32))
+    driver.graph_exec_memcpy_node_set_params(on.graph_exec, on.copy, target, on.y, 8, on.context)
+    driver.graph_exec_memset_node_set_params(on.graph_exec, on.fill, on.x, 0, 4, on.context)
+    driver.graph_launch(on.graph_exec, rig.stream)
+    assert (floats(rig, target), floats(rig, on.z)) == ([2, 2, 7, 7], [9] * 4)
+    assert floats(rig, on.x) == [0, 1, 1, 1]
+
+
+def test_an_update_takes_over_what_was_set_in_the_graph(rig: Rig, recorded: Recorded) -> None:
+    driver, on = rig.driver, recorded
+    _storage, params = packed(AXPY, on.x, on.y, 4, 3.0)
+    driver.graph_kernel_node_set_params(on.kernel, on.function, (1, 1, 1), (32, 1, 1), 0, params)
+    driver.graph_memset_node_set_params(on.fill, on.x, 0, 16, on.context)
+    driver.graph_memcpy_node_set_params(on.copy, on.z, on.x, 16, on.context)
+    driver.graph_exec_update(on.graph_exec, on.graph)
+    driver.graph_launch(on.graph_exec, rig.stream)
+    assert (floats(rig, on.z), floats(rig, on.y), floats(rig, on.x)) == ([1] * 4, [3] * 4, [0] * 4)
+
+
+def test_an_update_from_a_graph_that_differs_is_refused_and_changes_nothing(rig: Rig, recorded: Recorded) -> None:
+    """Other nodes, other dependencies, another kernel."""
+    driver, on = rig.driver, recorded
+    failure = "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE"
+    begin(rig)
+    driver.memset_d8_async(on.y, 1, 4, rig.stream)
+    with refused(failure, "TOPOLOGY_CHANGED: 3 nodes, and 1 in the graph given"):
+        driver.graph_exec_update(on.graph_exec, end(rig))
+    function = rig.function(AXPY)
+    begin(rig)
+    rig.launch(function, AXPY, on.x, on.y, 4, 2.0)
+    driver.memcpy_dtod_async(on.z, on.y, 16, rig.stream)
+    driver.memset_d8_async(on.y, 0, 16, rig.stream)
+    with refused(failure, "PARAMETERS_CHANGED: node 0: another function"):
+        driver.graph_exec_update(on.graph_exec, end(rig))
+    driver.graph_launch(on.graph_exec, rig.stream)
+    assert floats(rig, on.z) == [2] * 4
+
+
+def test_parameters_that_do_not_fit_the_node_are_refused(rig: Rig, recorded: Recorded) -> None:
+    """Another kind of work, another function, bad addresses and extents, another context, a node of another graph."""
+    driver, on = rig.driver, recorded
+    freed = driver.mem_alloc(16)
+    driver.mem_free(freed)
+    _storage, params = packed(AXPY, on.x, on.y, 4, 2.0)
+    _freed_storage, freed_params = packed(AXPY, freed, on.y, 4, 2.0)
+    launch = (on.function, (1, 1, 1), (32, 1, 1), 0, params)
+    invalid = "CUDA_ERROR_INVALID_VALUE"
+    with refused(invalid, "kernel 'axpy'", "in place of copy"):
+        driver.graph_exec_kernel_node_set_params(on.graph_exec, on.copy, *launch)
+    with refused(invalid, "another function"):
+        driver.graph_exec_kernel_node_set_params(on.graph_exec, on.kernel, rig.function(AXPY), *launch[1:])
+    with refused(invalid, "grid x = 0"):
+        driver.graph_exec_kernel_node_set_params(on.graph_exec, on.kernel, on.function, (0, 1, 1), *launch[2:])
+    with refused(invalid, "refers to freed memory: argument 'x'"):
+        driver.graph_exec_kernel_node_set_params(on.graph_exec, on.kernel, *launch[:4], freed_params)
+    with refused(invalid, "which was freed"):
+        driver.graph_exec_memset_node_set_params(on.graph_exec, on.fill, freed, 0, 4, on.context)
+    with refused(invalid, "overlap"):
+        driver.graph_exec_memcpy_node_set_params(on.graph_exec, on.copy, on.y, on.y + 4, 8, on.context)
+    with refused("CUDA_ERROR_INVALID_CONTEXT", "is current"):
+        driver.graph_exec_memset_node_set_params(on.graph_exec, on.fill, on.y, 0, 4, 1)
+    other = Recorded(rig)
+    with refused(invalid, "is no node of the live graph that executable"):
+        driver.graph_exec_kernel_node_set_params(on.graph_exec, other.kernel, *launch)
+    driver.graph_launch(on.graph_exec, rig.stream)
+    assert floats(rig, on.z) == [2] * 4
+
+
+def test_nodes_die_with_their_graph(rig: Rig, recorded: Recorded) -> None:
+    """Its executables still replay, and can no longer be changed node by node."""
+    driver, on = rig.driver, recorded
+    driver.graph_destroy(on.graph)
+    with refused("CUDA_ERROR_INVALID_VALUE", "is no node of the live graph that executable"):
+        driver.graph_exec_memset_node_set_params(on.graph_exec, on.fill, on.y, 0, 4, on.context)
+    with refused("CUDA_ERROR_INVALID_VALUE", "is no node of a live graph"):
+        driver.graph_memset_node_set_params(on.fill, on.y, 0, 4, on.context)
+    driver.graph_launch(on.graph_exec, rig.stream)
+    assert floats(rig, on.z) == [2] * 4

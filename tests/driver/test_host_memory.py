@@ -195,3 +195,39 @@ def test_pointer_info_knows_device_and_pinned_memory_while_it_lives(rig: Rig) ->
     rig.driver.mem_host_free(address)
     assert rig.driver.pointer_info(ptr) is None
     assert rig.driver.pointer_info(address) is None
+
+
+# Freeing in stream order
+
+
+def test_memory_freed_in_stream_order_lives_until_the_stream_has_come_to_it(rig: Rig) -> None:
+    """Work queued before it still runs; what it gives back can be had only after it ran."""
+    ptr = rig.driver.mem_alloc(64)
+    free, _ = rig.driver.mem_get_info()
+    rig.driver.memset_d8_async(ptr, 1, 64, rig.stream)
+    rig.driver.mem_free_async(ptr, rig.stream)
+    assert not rig.driver.live().allocations
+    assert rig.driver.mem_get_info()[0] == free
+    rig.driver.stream_synchronize(rig.stream)
+    assert rig.driver.mem_get_info()[0] == free + 64
+    with refused("CUDA_ERROR_INVALID_VALUE", "which was freed"):
+        rig.driver.memset_d8_async(ptr, 1, 64, rig.stream)
+
+
+def test_work_after_a_free_in_stream_order_is_a_fault(rig: Rig) -> None:
+    """As is work on another stream that comes too late."""
+    ptr = rig.driver.mem_alloc(64)
+    rig.driver.mem_free_async(ptr, rig.stream)
+    rig.driver.memset_d8_async(ptr, 1, 64, rig.stream)
+    with pytest.raises(DeviceFaultError, match="was freed before this work ran"):
+        rig.driver.stream_synchronize(rig.stream)
+
+
+def test_memory_is_freed_once_in_whichever_way(rig: Rig) -> None:
+    ptr = rig.driver.mem_alloc(64)
+    rig.driver.mem_free_async(ptr, rig.stream)
+    for again in (lambda: rig.driver.mem_free(ptr), lambda: rig.driver.mem_free_async(ptr, rig.stream)):
+        with refused("CUDA_ERROR_INVALID_VALUE", "was freed before"):
+            again()
+    with refused("CUDA_ERROR_INVALID_VALUE", "is not the start of"):
+        rig.driver.mem_free_async(rig.driver.mem_alloc(64) + 8, rig.stream)

@@ -16,6 +16,8 @@ from tests.attention_cases import (
     DTYPES,
     F16,
     F32,
+    INF,
+    NAN,
     AttentionCase,
     AttentionOperands,
     averaging,
@@ -43,6 +45,12 @@ def test_closed_forms(rt: nx.CudaRuntime, case: AttentionCase) -> None:
     check_case(run(rt, case), case)
 
 
+@pytest.mark.parametrize("case", [case for case in closed_form_cases() if case.dtype == F16], ids=str)
+def test_closed_forms_off_the_alignment_of_tensor_maps(rt: nx.CudaRuntime, case: AttentionCase) -> None:
+    """The portable tensor-core kernel answers alike where the device has a kernel of its own for aligned operands."""
+    check_case(run(rt, case, offset=4), case)
+
+
 @pytest.mark.parametrize("case", oracle_cases(), ids=str)
 def test_oracle_cases(rt: nx.CudaRuntime, case: AttentionCase) -> None:
     """Every head size, tile tail and feature, in every dtype."""
@@ -58,11 +66,12 @@ def test_magnitude_sweep(rt: nx.CudaRuntime, dtype: np.dtype, last_row_only: boo
     assert relative < sweep_bounds(dtype)[1]
 
 
-@pytest.mark.parametrize(("dtype", "beyond_rounding"), [(F32, 20), (F16, 1.5), (BF16, 1.1)], ids=str)
+@pytest.mark.parametrize(("dtype", "beyond_rounding"), [(F32, 20), (F16, 1.5), (BF16, 1.5)], ids=str)
 def test_long_rows(rt: nx.CudaRuntime, dtype: np.dtype, beyond_rounding: float) -> None:
     """The error of 2048 causal rows, in the Euclidean norm, is a small multiple of rounding the result.
 
-    In f32 it is that of exponentiating scores which are themselves rounded; in f16 the weights are rounded too.
+    In f32 it is that of exponentiating scores which are themselves rounded; on tensor cores the weights are rounded
+    to the element type too, which by itself makes the factor 1.3 to 1.4.
     """
     case = random_case(7, dtype, heads=4, kv_heads=2, seq_q=2048, seq_k=2048, head_dim=128, causal=True)
     norm = np.linalg.norm
@@ -72,15 +81,20 @@ def test_long_rows(rt: nx.CudaRuntime, dtype: np.dtype, beyond_rounding: float) 
 
 
 def test_each_variant_runs(rt: nx.CudaRuntime) -> None:
-    """The cases above reach all three kernels, by the choice that the operator makes on this device."""
-    seen = set()
-    for dtype, seq_q in ((F32, 2), (F16, 2), (BF16, 1)):
+    """The cases above reach every kernel there is for this device, by the choice that the operator makes."""
+    is_hopper = rt.capabilities.compute_capability == (9, 0)
+    for dtype, seq_q, offset, variant in (
+        (F32, 2, 0, "simt"),
+        (F16, 2, 4, "tensor_core"),
+        (F16, 2, 0, "sm90" if is_hopper else "tensor_core"),
+        (BF16, 2, 0, "sm90" if is_hopper else "simt"),
+        (BF16, 1, 0, "decode"),
+    ):
         case = random_case(1, dtype, seq_q=seq_q, seq_k=3, head_dim=16)
-        kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case)
+        kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case, offset=offset)
         kernel.execute(operands.inputs, [operands.output])
         check_case(operands.result(), case)
-        seen.add(kernel.launch_stats().variant)
-    assert seen == {"simt", "tensor_core", "decode"}
+        assert kernel.launch_stats().variant == variant
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 65537)])
@@ -184,6 +198,70 @@ def test_lengths_rewritten_on_the_device_take_effect_at_the_next_replay(
         graph.replay()
         now = replace(case, total=total, past=past)
         check_case(operands.result(), replace(now, expected=now.oracle()))
+
+
+LONG = {"batch": 2, "heads": 6, "kv_heads": 2, "seq_q": 500, "seq_k": 700}
+"""Several tiles and blocks of keys, none of them whole."""
+
+
+@pytest.mark.parametrize("head_dim", [128, 96, 64, 40])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "total": [700, 130]},
+        {"causal": True, "past": [40, 150], "total": [420, 700]},
+        {"total": [0, 390]},
+        {"causal": True, "window": 150},
+        {"window": 100, "softcap": 2.0},
+        {"causal": True, "softcap": 2.0},
+        {"causal": True, "mask_planes": (2, 6)},
+        {"mask_planes": (1, 1), "softcap": 2.0, "window": 300, "total": [700, 130]},
+        {"mask_planes": (), "seq_k": 701},
+    ],
+    ids=str,
+)
+def test_features_over_many_tiles(
+    rt: nx.CudaRuntime, dtype: np.dtype, head_dim: int, features: dict[str, object]
+) -> None:
+    """Tiles that are empty, partial and full, in every combination with what restricts or changes scores."""
+    case = random_case(5, dtype, **{**LONG, "head_dim": head_dim, **features})
+    check_case(run(rt, case), case)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_poisoned_values_over_many_tiles(rt: nx.CudaRuntime, dtype: np.dtype, head_dim: int) -> None:
+    """NaN and infinities reach the rows that see them, and no others, wherever in a block they stand."""
+    case = random_case(6, dtype, **LONG, head_dim=head_dim, causal=True)
+    value = case.value.copy()
+    for key, poison in ((3, NAN), (255, INF), (256, -INF), (400, INF), (401, -INF), (699, NAN)):
+        value[:, :, key, key % head_dim] = poison
+    poisoned = replace(case, value=value)
+    check_case(run(rt, poisoned), replace(poisoned, expected=poisoned.oracle()))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)
+def test_maxima_that_grow_with_every_block(rt: nx.CudaRuntime, dtype: np.dtype) -> None:
+    """Blocks are walked from the last; scores that rise towards the first move every row's origin again and again."""
+    case = random_case(7, dtype, heads=2, seq_q=200, seq_k=1000, head_dim=64)
+    query, key = np.abs(case.query), np.abs(case.key)
+    for growth in (1.0, 30.0):
+        ramp = np.linspace(growth, 0, 1000).reshape(1, 1, 1000, 1)
+        rising = replace(case, query=query, key=(key * ramp).astype(dtype))
+        check_case(run(rt, rising), replace(rising, expected=rising.oracle()))
+
+
+def test_a_tile_counter_is_left_at_zero(rt: nx.CudaRuntime) -> None:
+    """More tiles than multiprocessors, launch after launch: each finds what the first found."""
+    case = random_case(8, F16, batch=8, heads=16, seq_q=400, seq_k=64, head_dim=64)
+    kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case)
+    for _ in range(3):
+        operands.clear()
+        kernel.execute(operands.inputs, [operands.output])
+        check_case(operands.result(), case)
 
 
 def test_a_warmed_call_is_one_launch(rt: nx.CudaRuntime) -> None:

@@ -1,4 +1,4 @@
-"""DsaIndexSelect on a GPU: scores and selections bit-equal to the NumPy oracle."""
+"""DsaIndexSelect on a GPU: strict scores and selections bit-equal to the NumPy oracle."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import pytest
 
 import nxrt_cuda as nx
 from nxrt_cuda.ops.dsa_geometry import Dims, WorkspaceLayout
-from nxrt_cuda.ops.dsa_index_select import DsaIndexSelectFactory
+from nxrt_cuda.ops.dsa_index_select import DsaIndexSelectFactory, Options
 from nxrt_cuda.reference.dsa_index_select import dsa_scores
-from nxrt_cuda.testing import count
-from tests.dsa_cases import DTYPES, INF, DsaCase, DsaOperands, closed_form_cases, random_case, random_cases, run
+from tests.dsa_cases import DTYPES, DsaCase, DsaOperands, random_case, random_cases
+from tests.ops import test_dsa_index_select
+
+# Collected here, they run on this file's runtime.
+from tests.ops.test_dsa_capture import (  # noqa: F401
+    test_growth_in_a_capture_is_refused_before_anything_is_recorded,
+    test_replays_are_byte_identical_to_eager_runs,
+    test_the_number_of_allowed_keys_may_change_between_replays,
+)
+from tests.ops.test_dsa_index_select import test_closed_forms  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +33,9 @@ def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
 
 
 def assert_equals_oracle(rt: nx.CudaRuntime, case: DsaCase, *, aligned: bool = True) -> None:
-    """Compare the workspace's scores and flags bit by bit, then the selection."""
-    kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case, aligned=aligned)
+    """Compare the strict variant's scores and flags bit by bit, then its selection."""
+    kernel = DsaIndexSelectFactory(rt, Options(mode="strict")).create(case.node, ())
+    operands = DsaOperands(rt, case, aligned=aligned)
     kernel.execute(operands.inputs, [operands.output])
     selected = operands.selected()
     batch, q_seq, heads, head_dim = case.query.shape
@@ -39,12 +48,6 @@ def assert_equals_oracle(rt: nx.CudaRuntime, case: DsaCase, *, aligned: bool = T
     np.testing.assert_array_equal(device_allowed, allowed, err_msg=case.name)
     np.testing.assert_array_equal(device_scores.view(np.uint32), scores.view(np.uint32), err_msg=case.name)
     np.testing.assert_array_equal(selected, case.expected, err_msg=case.name)
-
-
-def test_closed_forms(rt: nx.CudaRuntime) -> None:
-    """The answers that follow from the definition."""
-    for case in closed_form_cases():
-        np.testing.assert_array_equal(run(rt, case), case.expected, err_msg=case.name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
@@ -117,67 +120,7 @@ def test_reruns_are_identical(rt: nx.CudaRuntime) -> None:
         np.testing.assert_array_equal(operands.selected(), case.expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-@pytest.mark.parametrize("q_seq", [1, 19])
-def test_replays_are_byte_identical_to_eager_runs(rt: nx.CudaRuntime, dtype: np.dtype, q_seq: int) -> None:
-    """Only buffer contents change between replays."""
-    shape = {"batch": 2, "q_seq": q_seq, "heads": 6, "head_dim": 32, "key_seq": 900, "top_k": 128}
-    first, *later = (random_case(seed, dtype, **shape, values="integers") for seed in range(5))
-    later = [replace(case, scale=first.scale, weights_scale=first.weights_scale) for case in later]
-    kernel, operands = nx.create_kernel(rt, first.node), DsaOperands(rt, first)
-    kernel.execute(operands.inputs, [operands.output])
-    with rt.capture([kernel]) as graph:
-        kernel.execute(operands.inputs, [operands.output])
-    assert graph.node_types == ("KERNEL", "KERNEL")
-    for case in (first, *later):
-        for tensor, array in zip(operands.inputs, case.inputs, strict=True):
-            tensor.copy_from(array)
-        operands.clear()
-        graph.replay()
-        replayed = operands.selected()
-        operands.clear()
-        kernel.execute(operands.inputs, [operands.output])
-        np.testing.assert_array_equal(replayed, operands.selected())
-        np.testing.assert_array_equal(replayed, case.oracle())
-    assert kernel.workspace_stats().allocations == 1
-
-
-def test_the_number_of_allowed_keys_may_change_between_replays(rt: nx.CudaRuntime) -> None:
-    """3, then 64, 300 and no allowed keys: every replay writes the whole row, and nothing is left over."""
-    case = random_case(3, DTYPES[1], q_seq=2, heads=4, head_dim=16, key_seq=300, top_k=64, mask="none")
-    kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case)
-    kernel.execute(operands.inputs, [operands.output])
-    with rt.capture([kernel]) as graph:
-        kernel.execute(operands.inputs, [operands.output])
-    for allowed in (3, 64, 300, 0):
-        bias = np.where(np.arange(300) < allowed, np.float32(0), -INF) * np.ones((1, 1, 2, 1), np.float32)
-        operands.inputs[3].copy_from(bias)
-        graph.replay()
-        np.testing.assert_array_equal(operands.selected(), replace(case, bias=bias).oracle())
-
-
-def test_growth_in_a_capture_is_refused_and_leaves_it_usable(rt: nx.CudaRuntime) -> None:
-    """The refusal reaches no driver call that could invalidate the capture."""
-    small, large = (random_case(1, DTYPES[0], q_seq=2, key_seq=keys, top_k=5) for keys in (30, 3000))
-    large = replace(large, scale=small.scale, weights_scale=small.weights_scale)
-    kernel = nx.create_kernel(rt, small.node)
-    operands, grown = DsaOperands(rt, small), DsaOperands(rt, large)
-    kernel.execute(operands.inputs, [operands.output])
-    with rt.capture([kernel]) as graph:
-        with pytest.raises(nx.CaptureError, match="workspace requires 30208 bytes during CUDA graph capture"):
-            kernel.execute(grown.inputs, [grown.output])
-        kernel.execute(operands.inputs, [operands.output])
-    operands.clear()
-    graph.replay()
-    np.testing.assert_array_equal(operands.selected(), small.expected)
-
-
-def test_a_warmed_call_is_two_launches(rt: nx.CudaRuntime) -> None:
-    """No allocation, copy, compile or wait after the first call of a shape."""
+def test_a_warmed_call_allocates_copies_and_compiles_nothing(rt: nx.CudaRuntime) -> None:
+    """It is two launches, with the tiles of a device."""
     case = random_case(1, DTYPES[2], q_seq=20, heads=8, head_dim=64, key_seq=500, top_k=50)
-    kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case)
-    kernel.execute(operands.inputs, [operands.output])
-    with count(rt) as seen:
-        kernel.execute(operands.inputs, [operands.output])
-    assert (seen.launches, seen.allocations, seen.htod_copies, seen.dtoh_copies, seen.compiles) == (2, 0, 0, 0, 0)
-    assert seen.stats.synchronizations == 0
+    test_dsa_index_select.test_a_warmed_call_allocates_copies_and_compiles_nothing(rt, case)

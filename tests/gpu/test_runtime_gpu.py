@@ -70,6 +70,7 @@ def _context_stays(gpu: str) -> Iterator[None]:
         test_transfer.test_a_pending_read_outlives_its_tensor,
         test_transfer.test_asynchronous_uploads_stand_between_the_work_before_and_after,
         test_transfer.test_copy_and_fill_are_ordered_with_launches,
+        test_transfer.test_asynchronous_copies_on_the_device_stand_between_the_work_before_and_after,
         test_graph.test_a_capture_records_and_runs_nothing,
         test_graph.test_each_replay_is_the_recorded_work_once_more,
         test_graph.test_copies_and_fills_are_recorded_too,

@@ -176,12 +176,9 @@ def test_launch_statistics(rt: nx.CudaRuntime, case: AttentionCase) -> None:
         operands = AttentionOperands(rt, called)
         kernel.execute(operands.inputs, [operands.output])
     major, minor = rt.capabilities.compute_capability
-    tensor_core = (
-        "tensor_core",
-        f"Float16, head_dim 16 is a multiple of 16, compute capability {major}.{minor}",
-    )
+    hopper = ("sm90", f"Float16, head_dim 16 is a multiple of 8, compute capability {major}.{minor}")
     simt = ("simt", "there is no tensor-core variant for Float32")
-    assert first.launch_stats() == AttentionLaunchStats(1, 1, 2 * 4, *tensor_core)
+    assert first.launch_stats() == AttentionLaunchStats(1, 1, 2 * 4, *hopper)
     assert second.launch_stats() == AttentionLaunchStats(2, 2, 2 * 4 * 2, *simt)
     assert attention_launch_stats() == AttentionLaunchStats(3, 3, 2 * 4 * 2, *simt)
     reset_attention_launch_stats()
@@ -212,20 +209,46 @@ def test_a_warmed_call_allocates_copies_and_compiles_nothing(rt: nx.CudaRuntime,
     assert seen.stats.synchronizations == 0
 
 
-def test_there_is_no_workspace(rt: nx.CudaRuntime, case: AttentionCase) -> None:
-    """Neither the caller nor the kernel needs scratch memory; asking validates the inputs."""
-    kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case)
+def test_the_workspace_is_counters_of_tiles_where_the_kernel_needs_one(rt: nx.CudaRuntime, case: AttentionCase) -> None:
+    """The caller provides none; the Hopper kernel has 64 counters of its own; asking validates the inputs."""
+    kernel, operands = nx.create_kernel(rt, case.in_dtype(F32).node), AttentionOperands(rt, case.in_dtype(F32))
     metadata = [None if view is None else view.metadata for view in operands.inputs]
+    kernel.execute(operands.inputs, [operands.output])
     assert kernel.workspace_requirement(metadata) == nx.WorkspaceRequirement.NONE
-    assert kernel.workspace_stats() == nx.WorkspaceStats()
+    assert (kernel.workspace_stats(), kernel.device_graph_resources()) == (nx.WorkspaceStats(), ())
+    half = AttentionOperands(rt, case)
+    kernel.execute(half.inputs, [half.output])
+    kernel.execute(half.inputs, [half.output])
+    assert (kernel.workspace_stats().allocations, kernel.workspace_stats().live_bytes) == (1, 256)
+    assert len(kernel.device_graph_resources()) == 1
     assert [kernel.supports_strided_input(index) for index in range(6)] == [False, True, True, False, False, False]
     with pytest.raises(nx.KernelError, match="required input 2 \\('value'\\) is absent"):
         kernel.workspace_requirement([*metadata[:2], None])
 
 
-def test_any_failing_driver_call_leaves_everything_as_it_was() -> None:
+def test_bindings_take_turns_with_the_tile_counters(rt: nx.CudaRuntime, case: AttentionCase) -> None:
+    """Launches that may run side by side, on operands of their own, do not count with the same word."""
+    kernel = nx.create_kernel(rt, case.node)
+    operands = [AttentionOperands(rt, case) for _ in range(3)]
+    addresses = []
+    for own in (*operands, operands[-1]):
+        kernel.execute(own.inputs, [own.output])
+        (plan,) = kernel._plans.values()
+        addresses.append(plan.prepared.arguments()["tile_counter"])
+    assert [address - addresses[0] for address in addresses] == [0, 4, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "calls"),
+    [
+        (F32, {"cuFuncSetAttribute", "cuLaunchKernel"}),
+        (F16, {"cuFuncSetAttribute", "cuMemAlloc", "cuMemsetD8Async", "cuTensorMapEncodeTiled", "cuLaunchKernel"}),
+    ],
+    ids=["simt", "sm90"],
+)
+def test_any_failing_driver_call_leaves_everything_as_it_was(dtype: np.dtype, calls: set[str]) -> None:
     """Each driver call of a first execution is failed once: nothing is counted, and the next one works."""
-    case = random_case(1, F32, heads=2, seq_q=5, seq_k=9, head_dim=128)
+    case = random_case(1, dtype, heads=2, seq_q=5, seq_k=9, head_dim=128)
     refusals = []
     failed = 0
     while len(refusals) == failed:
@@ -245,12 +268,13 @@ def test_any_failing_driver_call_leaves_everything_as_it_was() -> None:
             kernel.execute(operands.inputs, [operands.output])
             check_case(operands.result(), case)
     assert {error.name for error in refusals} == {"CUDA_ERROR_INVALID_VALUE"}
-    assert {"cuFuncSetAttribute", "cuLaunchKernel"} <= {error.call for error in refusals}
+    assert calls <= {error.call for error in refusals}
 
 
 def test_threads_share_a_kernel_object(rt: nx.CudaRuntime) -> None:
-    """Calls of several threads keep their addresses apart."""
-    cases = [random_case(seed, F32, heads=2, seq_q=4, seq_k=30, head_dim=8) for seed in range(4)]
+    """Calls of several threads keep their addresses apart, and those in tensor maps."""
+    dtypes = (F32, F16, F32, F16)
+    cases = [random_case(seed, dtypes[seed], heads=2, seq_q=4, seq_k=30, head_dim=8) for seed in range(4)]
     kernel = nx.create_kernel(rt, cases[0].node)
 
     def work(case: AttentionCase) -> None:

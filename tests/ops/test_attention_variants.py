@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 import nxrt_cuda as nx
+from nxrt_cuda.launch import LaunchConfig
+from nxrt_cuda.ops import attention_sm90 as sm90
 from nxrt_cuda.ops.attention_geometry import AttentionAttributes, AttentionGeometry, supported
 from nxrt_cuda.ops.attention_variants import (
     AttentionVariant,
     attention_spec,
     choose_variant,
-    kernel_specs,
     launch_arguments,
     launch_config,
 )
@@ -55,14 +56,8 @@ def test_support_gate_targets_prefill_and_common_head_dims() -> None:
     ("dtype", "seq_q", "head_dim", "compute_capability", "variant", "reason"),
     [
         (nx.float16, 2, 64, (7, 0), "tensor_core", "Float16, head_dim 64 is a multiple of 16, compute capability 7.0"),
-        (
-            nx.float16,
-            2048,
-            128,
-            (9, 0),
-            "tensor_core",
-            "Float16, head_dim 128 is a multiple of 16, compute capability 9.0",
-        ),
+        (nx.float16, 2048, 128, (9, 0), "sm90", "Float16, head_dim 128 is a multiple of 8, compute capability 9.0"),
+        (nx.bfloat16, 2, 8, (9, 0), "sm90", "BFloat16, head_dim 8 is a multiple of 8, compute capability 9.0"),
         (
             nx.float16,
             2,
@@ -72,9 +67,10 @@ def test_support_gate_targets_prefill_and_common_head_dims() -> None:
             "Float16, head_dim 16 is a multiple of 16, compute capability 12.0",
         ),
         (nx.float16, 2, 64, (6, 1), "simt", "compute capability 6.1 is below 7.0"),
-        (nx.float16, 2, 8, (9, 0), "simt", "head_dim 8 is not a multiple of 16"),
+        (nx.float16, 2, 8, (8, 0), "simt", "head_dim 8 is not a multiple of 16"),
         (nx.float16, 2, 127, (9, 0), "simt", "head_dim 127 is not a multiple of 16"),
-        (nx.bfloat16, 2, 64, (9, 0), "simt", "there is no tensor-core variant for BFloat16"),
+        (nx.bfloat16, 2, 127, (9, 0), "simt", "head_dim 127 is not a multiple of 8"),
+        (nx.bfloat16, 2, 64, (8, 0), "simt", "there is no tensor-core variant for BFloat16 on compute capability 8.0"),
         (nx.float32, 2, 64, (9, 0), "simt", "there is no tensor-core variant for Float32"),
         (nx.float16, 1, 64, (9, 0), "decode", "seq_q is 1"),
         (nx.float32, 1, 7, (6, 1), "decode", "seq_q is 1"),
@@ -88,18 +84,38 @@ def test_choice_of_variant(
     variant: str,
     reason: str,
 ) -> None:
-    """f16 with a head size in sixteens goes to the tensor cores, one row to the decode kernel, the rest to SIMT."""
-    choice = choose_variant(dtype, replace(PLAIN, seq_q=seq_q, head_dim=head_dim), compute_capability)
+    """16-bit types with a head size in eights have a Hopper kernel, f16 in sixteens one for other tensor cores; one
+    row goes to the decode kernel, and the rest to SIMT."""
+    geometry = replace(PLAIN, seq_q=seq_q, head_dim=head_dim)
+    choice = choose_variant(dtype, geometry, compute_capability, alignment=16)
     assert (choice.variant.value, choice.reason) == (variant, reason)
 
 
-@pytest.mark.parametrize("variant", [v for v in AttentionVariant if v is not AttentionVariant.DECODE])
-def test_every_shape_that_the_gate_passes_has_a_prefill_variant(variant: AttentionVariant) -> None:
+@pytest.mark.parametrize(
+    ("alignment", "changes", "reason"),
+    [
+        (8, {}, "operands are aligned to 8 bytes, not to 16"),
+        (16, {"seq_k": 0}, "there are no keys"),
+        (16, {"scale": -0.5}, "scale -0.5 is not positive"),
+        (16, {"seq_q": 2**30 + 1}, f"seq_q {2**30 + 1} or seq_k 7 is beyond {2**30}"),
+        (16, {"batch": 2**29}, f"{2**29 * 6} tiles are more than {2**30}"),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve(alignment: int, changes: dict[str, int | float], reason: str) -> None:
+    """It names what stands in the way; f16 then still has the other tensor-core kernel."""
+    geometry = replace(PLAIN, **changes)
+    choice = choose_variant(nx.bfloat16, geometry, (9, 0), alignment=alignment)
+    assert (choice.variant.value, choice.reason) == ("simt", reason)
+    assert choose_variant(nx.float16, geometry, (9, 0), alignment=alignment).variant is AttentionVariant.TENSOR_CORE
+
+
+def test_every_shape_that_the_gate_passes_has_a_prefill_variant() -> None:
     """The gate and the choice agree."""
     for head_dim in range(1, 129):
         for dtype in (nx.float32, nx.float16, nx.bfloat16):
             for seq_q in (1, 2, 4096):
-                chosen = choose_variant(dtype, replace(PLAIN, seq_q=seq_q, head_dim=head_dim), (9, 0)).variant
+                geometry = replace(PLAIN, seq_q=seq_q, head_dim=head_dim)
+                chosen = choose_variant(dtype, geometry, (9, 0), alignment=16).variant
                 assert supported(seq_q, head_dim) == (chosen is not AttentionVariant.DECODE)
 
 
@@ -198,32 +214,38 @@ def test_offsets_fit_i64(query: tuple[int, ...], key: tuple[int, ...], mask: tup
         resolve(query, key, key, mask)
 
 
+def config_of(variant: AttentionVariant, geometry: AttentionGeometry, max_grid_dim_x: int = 2**31 - 1) -> LaunchConfig:
+    """The launch on a device of 132 multiprocessors."""
+    return launch_config("Attention", variant, geometry, max_grid_dim_x=max_grid_dim_x, multiprocessor_count=132)
+
+
 def test_grid_covers_every_plane_and_tile() -> None:
-    """64 query rows a block in prefill, one plane a block in decode."""
-    for variant, blocks in ((AttentionVariant.SIMT, 2 * 6 * 2), (AttentionVariant.TENSOR_CORE, 2 * 6 * 2)):
-        assert launch_config("Attention", variant, PLAIN, 2**31 - 1).grid == (blocks, 1, 1)
-    decode = replace(PLAIN, seq_q=1)
-    assert launch_config("Attention", AttentionVariant.DECODE, decode, 2**31 - 1).grid == (12, 1, 1)
-    for empty in ({"batch": 0}, {"seq_q": 0}):
-        config = launch_config("Attention", AttentionVariant.SIMT, replace(PLAIN, **empty), 2**31 - 1)
-        assert config.is_empty
+    """64 query rows a block in prefill, one plane a block in decode; on Hopper a block a multiprocessor."""
+    for variant in (AttentionVariant.SIMT, AttentionVariant.TENSOR_CORE):
+        assert config_of(variant, PLAIN).grid == (2 * 6 * 2, 1, 1)
+    assert config_of(AttentionVariant.SM90, PLAIN).grid == (2 * 6, 1, 1)
+    assert config_of(AttentionVariant.SM90, replace(PLAIN, batch=100)).grid == (132, 1, 1)
+    assert config_of(AttentionVariant.DECODE, replace(PLAIN, seq_q=1)).grid == (12, 1, 1)
+    for variant in AttentionVariant:
+        for empty in ({"batch": 0}, {"seq_q": 0}):
+            assert config_of(variant, replace(PLAIN, **empty)).is_empty
 
 
 def test_grids_beyond_the_device_are_refused() -> None:
     """The message says how many blocks there would be."""
     wide = replace(PLAIN, batch=2**20, num_heads=2**12, kv_num_heads=2**12, seq_q=2)
     with pytest.raises(nx.KernelError, match=f"fused Attention requires {2**32} blocks, exceeding CUDA grid.x"):
-        launch_config("Attention", AttentionVariant.SIMT, wide, 2**31 - 1)
+        config_of(AttentionVariant.SIMT, wide)
     huge = replace(wide, batch=2**31 - 1, num_heads=2**31 - 1, kv_num_heads=1, seq_q=2**31 - 1)
     with pytest.raises(nx.KernelError, match="fused Attention grid overflow"):
-        launch_config("Attention", AttentionVariant.SIMT, huge, 2**31 - 1)
+        config_of(AttentionVariant.SIMT, huge)
 
 
 def test_a_grid_within_the_limit_of_a_small_device() -> None:
     """The limit is the device's own."""
-    launch_config("Attention", AttentionVariant.SIMT, PLAIN, 24)
+    config_of(AttentionVariant.SIMT, PLAIN, 24)
     with pytest.raises(nx.KernelError, match=r"requires 24 blocks, exceeding CUDA grid\.x"):
-        launch_config("Attention", AttentionVariant.SIMT, PLAIN, 23)
+        config_of(AttentionVariant.SIMT, PLAIN, 23)
 
 
 # Specialisations.
@@ -245,7 +267,9 @@ def test_accesses_are_as_wide_as_rows_and_addresses_allow(
     dtype: nx.DataType, head_dim: int, alignment: int, width: int
 ) -> None:
     """16 bytes at best."""
-    spec = attention_spec(AttentionVariant.SIMT, dtype, replace(PLAIN, head_dim=head_dim), alignment=alignment)
+    spec = attention_spec(
+        AttentionVariant.SIMT, dtype, replace(PLAIN, head_dim=head_dim), alignment=alignment, mask_alignment=16
+    )
     assert dict(spec.macros)["LOAD_WIDTH"] == str(width)
 
 
@@ -259,15 +283,17 @@ def test_features_are_macros() -> None:
         ({"local_window": 5}, "1010"),
         ({"softcap": 30.0}, "1001"),
     ):
-        spec = attention_spec(AttentionVariant.SIMT, nx.float32, replace(PLAIN, **changes), alignment=16)
+        spec = attention_spec(
+            AttentionVariant.SIMT, nx.float32, replace(PLAIN, **changes), alignment=16, mask_alignment=16
+        )
         assert "".join(dict(spec.macros)[name] for name in features) == expected
 
 
 def test_shapes_share_a_specialisation() -> None:
     """Batch, heads, lengths, strides and scale are arguments: changing them compiles nothing."""
-    spec = attention_spec(AttentionVariant.SIMT, nx.float32, PLAIN, alignment=16)
+    spec = attention_spec(AttentionVariant.SIMT, nx.float32, PLAIN, alignment=16, mask_alignment=16)
     other = replace(PLAIN, batch=5, num_heads=8, seq_q=3, seq_k=1000, kv_capacity=2000, scale=0.5)
-    assert attention_spec(AttentionVariant.SIMT, nx.float32, other, alignment=16) == spec
+    assert attention_spec(AttentionVariant.SIMT, nx.float32, other, alignment=16, mask_alignment=16) == spec
 
 
 @pytest.mark.parametrize(
@@ -277,12 +303,21 @@ def test_shapes_share_a_specialisation() -> None:
         (AttentionVariant.SIMT, nx.float16, "flash_attention_f16"),
         (AttentionVariant.SIMT, nx.bfloat16, "flash_attention_bf16"),
         (AttentionVariant.TENSOR_CORE, nx.float16, "flash_attention_f16_tc"),
+        (AttentionVariant.SM90, nx.bfloat16, "flash_attention_bf16_sm90"),
         (AttentionVariant.DECODE, nx.bfloat16, "attention_decode_bf16"),
     ],
 )
 def test_entries(variant: AttentionVariant, dtype: nx.DataType, entry: str) -> None:
     """Each dtype and variant has an entry of its own name."""
-    assert attention_spec(variant, dtype, PLAIN, alignment=16).entry == entry
+    assert attention_spec(variant, dtype, PLAIN, alignment=16, mask_alignment=16).entry == entry
+
+
+def test_mask_pairs_are_read_at_once_where_they_are_aligned() -> None:
+    """Rows of an odd number of keys, or an odd address, leave single elements."""
+    for seq_k, mask_alignment, width in ((8, 16, "2"), (8, 4, "2"), (8, 2, "1"), (7, 16, "1")):
+        geometry = replace(PLAIN, has_mask=True, seq_k=seq_k)
+        spec = attention_spec(AttentionVariant.SM90, nx.float16, geometry, alignment=16, mask_alignment=mask_alignment)
+        assert dict(spec.macros)["MASK_WIDTH"] == width
 
 
 def test_arguments_follow_the_declared_parameters() -> None:
@@ -290,9 +325,7 @@ def test_arguments_follow_the_declared_parameters() -> None:
     geometry = replace(
         PLAIN, has_mask=True, mask_batch_stride=11, mask_head_stride=12, local_window=13, softcap=14.0, scale=0.5
     )
-    (spec,) = {replace(spec, macros=(), source="", entry="", threads=1) for spec in kernel_specs()}
-    named = dict(zip((param.name for param in spec.params), launch_arguments(geometry), strict=True))
-    assert named == {
+    expected = {
         **dict.fromkeys(("q", "key", "value", "mask", "total_lengths", "past_lengths", "output", "capture_error"), 0),
         "q_heads": 6,
         "group": 2,
@@ -305,3 +338,36 @@ def test_arguments_follow_the_declared_parameters() -> None:
         "scale": 0.5,
         "softcap": 14.0,
     }
+    hopper = {
+        **expected,
+        "tile_counter": 0,
+        **dict.fromkeys(("q_map", "key_map", "value_map", "output_map"), bytes(128)),
+        "tiles": 2 * 6,
+        "planes_per_section": 2 * 6,
+    }
+    for variant in AttentionVariant:
+        spec = attention_spec(variant, nx.float16, geometry, alignment=16, mask_alignment=16)
+        arguments = launch_arguments(variant, geometry, l2_cache_bytes=50 << 20)
+        named = dict(zip((param.name for param in spec.params), arguments, strict=True))
+        assert named == (hopper if variant is AttentionVariant.SM90 else expected)
+
+
+def test_a_section_of_planes_fits_the_cache() -> None:
+    """Half of it for work of uneven weight, an eighth for even work; never less than a key/value head's group."""
+    long = replace(PLAIN, seq_k=2**13, num_heads=8, kv_num_heads=4, head_dim=128)  # 4 MiB of keys and values a head
+    for changes, heads in (({"causal": False}, 1), ({"causal": True}, 5), ({"causal": False, "local_window": 9}, 5)):
+        geometry = replace(long, **changes)
+        assert sm90.planes_per_section(geometry, 40 << 20) == min(2 * heads, 2 * 8)
+    assert sm90.planes_per_section(long, 0) == 2
+
+
+def test_maps_describe_the_operands() -> None:
+    """Extents are the rows in use, and strides the capacity."""
+    geometry = replace(PLAIN, num_heads=6, kv_num_heads=3)
+    names = [name for name, _ in sm90.PARAMS]
+    maps = {names[layout.operand]: layout for layout in sm90.map_layouts(geometry)}
+    assert all(names[layout.parameter] == f"{name}_map" for name, layout in maps.items())
+    for name in ("q", "output"):
+        assert (maps[name].extents, maps[name].strides) == ((64, 100, 12), (128, 128 * 100))
+    for name in ("key", "value"):
+        assert (maps[name].extents, maps[name].strides) == ((64, 7, 6), (128, 128 * 9))

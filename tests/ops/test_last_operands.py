@@ -9,6 +9,7 @@ import pytest
 
 import nxrt_cuda as nx
 from nxrt_cuda.reference.attention import attention
+from tests import attention_cases, dsa_cases
 
 
 def attention_operands(rt: nx.CudaRuntime) -> tuple[list[np.ndarray], list[nx.TensorMut], nx.TensorMut]:
@@ -70,3 +71,38 @@ def test_operands_are_not_kept_alive(rt: nx.CudaRuntime) -> None:
     gc.collect()
     rt.zeros((1,), nx.float32)
     assert rt.stats().pool_retained_bytes > before
+
+
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES, ids=lambda d: d.name)
+def test_attention_after_a_failed_launch_of_other_operands_uses_its_own(rt: nx.CudaRuntime, dtype: np.dtype) -> None:
+    """The launch that failed had taken the addresses of the others, in the same layout."""
+    case = attention_cases.random_case(1, dtype, heads=2, seq_q=3, seq_k=5, head_dim=16)
+    ours, others = (attention_cases.AttentionOperands(rt, case) for _ in range(2))
+    kernel = nx.create_kernel(rt, case.node)
+    kernel.execute(ours.inputs, [ours.output])
+    untouched = others.result()
+    ours.clear()
+    with rt._driver.fail_call(call="launch_kernel"), pytest.raises(nx.DriverError):
+        kernel.execute(others.inputs, [others.output])
+    kernel.execute(ours.inputs, [ours.output])
+    attention_cases.check_case(ours.result(), case)
+    np.testing.assert_array_equal(others.result(), untouched)
+
+
+@pytest.mark.parametrize("dtype", dsa_cases.DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("failing", [1, 2])
+def test_selection_after_a_failed_launch_of_other_operands_uses_its_own(
+    rt: nx.CudaRuntime, dtype: np.dtype, failing: int
+) -> None:
+    """Whichever of the launches of a call failed."""
+    case = dsa_cases.random_case(1, dtype, q_seq=3, heads=2, head_dim=8, key_seq=20, top_k=5)
+    ours, others = (dsa_cases.DsaOperands(rt, case) for _ in range(2))
+    kernel = nx.create_kernel(rt, case.node)
+    kernel.execute(ours.inputs, [ours.output])
+    untouched = others.selected()
+    ours.clear()
+    with rt._driver.fail_call(failing, call="launch_kernel"), pytest.raises(nx.DriverError):
+        kernel.execute(others.inputs, [others.output])
+    kernel.execute(ours.inputs, [ours.output])
+    np.testing.assert_array_equal(ours.selected(), case.expected)
+    np.testing.assert_array_equal(others.selected(), untouched)

@@ -1,0 +1,851 @@
+// Attention for f16 and bf16 on Hopper (sm_90a): tensor memory accelerator, warpgroup matrix products, and
+// warps with roles.
+//
+//   output[b,h,i,:] = sum_j w_j value[b,h/group,j,:] / sum_j w_j
+//   w_j = exp(softcap(scale * q[b,h,i,:] . key[b,h/group,j,:]) + mask[b,h,i,j] - max over j)
+//
+//   q, output   [B * H, sq, D]            as tensor maps (D, sq, B * H), boxes (64, 64, 1)
+//   key, value  [B * H / group, sk, D]    as tensor maps (D, sk, B * H / group), boxes (64, BLOCK_KEYS, 1)
+//   mask        rows [sq, sk] at b * mask_batch_stride + h * mask_head_stride, in elements
+//
+// One block a multiprocessor runs for the whole launch and takes tiles of 64 * CONSUMERS query rows of one
+// plane from a counter, the heaviest first. Its first warpgroup feeds the others: thread 0 issues every
+// load, a tile ahead of the computation; three more warps look for values that are not finite. Each other
+// warpgroup, a consumer, owns 64 rows of the tile and walks their keys from the last block to the first.
+//
+// A consumer keeps two products in flight, the scores of the next block behind the weighted values of this
+// one, and computes the softmax under them. Consumers issue in turns, so that one has the tensor cores
+// while another has the exponential unit. The first scores of a tile are issued behind the last values of
+// the tile before, so the tensor cores do not drain between tiles.
+//
+// A row's weights are measured from a maximum that it has seen, which need not be its latest: the origin moves
+// when a score exceeds it by more than the headroom of the type. Most blocks then need neither the maximum of
+// the whole row, which four lanes share, nor new sums.
+//
+// The weights enter the second product as 16-bit numbers. In f16 they are scaled by 2^12, and the headroom is
+// 2^3: 2^15 is the greatest power of two, and weights down to 2^-36 of the largest survive.
+//
+// 0 * NaN is NaN on a tensor core too. In blocks that some row may not see whole, values that are not
+// finite are taken out of shared memory and added afterwards, to the rows that may see them.
+#include "common/attention.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int kConsumers = CONSUMERS;  // warpgroups that compute
+constexpr int kBlockKeys = BLOCK_KEYS;
+constexpr int kStages = STAGES;  // blocks of keys, and of values, in shared memory
+constexpr int kMaskWidth = MASK_WIDTH;  // mask elements that one access may read
+constexpr int kWarpgroup = 128;
+constexpr int kRows = 64;  // query rows of a consumer
+constexpr int kTileRows = kRows * kConsumers;
+constexpr int kSlabColumns = 64;  // 128 bytes: one swizzled row
+constexpr int kSlabs = (kHeadDim + kSlabColumns - 1) / kSlabColumns;
+constexpr int kPaddedDim = (kHeadDim + 31) / 32 * 32;
+constexpr int kCheckers = 3;  // warps that look for values that are not finite
+static_assert(sizeof(Element) == 2, "f16 or bf16");
+static_assert(kHeadDim % 8 == 0, "rows are a multiple of 16 bytes");
+static_assert(kBlockKeys % 32 == 0 && kBlockKeys <= 128, "a block of keys is one box and one product");
+static_assert(kConsumers == 2 || kConsumers == 3, "the registers are dealt for two or three consumers");
+static_assert(kThreads == kWarpgroup * (1 + kConsumers), "a producer warpgroup and the consumers");
+
+// Registers a thread after they are dealt out; the block has 65536.
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+static_assert(kWarpgroup * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "they fit");
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// What differs between the two 16-bit types.
+template <typename T>
+struct ElementTraits;
+template <>
+struct ElementTraits<__half> {
+    static constexpr float kWeightExponent = 12.0f;  // the weight at the origin is 2^12
+    static constexpr float kHeadroom = 3.0f;         // and the greatest 2^15
+    static constexpr unsigned int kInfinity = 0x7c00;
+    static constexpr bool kMayOverflow = true;  // where f32 does not
+    static constexpr float kMax = 65504.0f;
+    static __device__ __forceinline__ float unpack(unsigned int pair, int i) {
+        return __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16 * i)));
+    }
+    static __device__ __forceinline__ unsigned int pack(float low, float high) {
+        const __half2 pair = __floats2half2_rn(low, high);
+        return reinterpret_cast<const unsigned int&>(pair);
+    }
+};
+template <>
+struct ElementTraits<__nv_bfloat16> {
+    static constexpr float kWeightExponent = 0.0f;
+    static constexpr float kHeadroom = 8.0f;
+    static constexpr unsigned int kInfinity = 0x7f80;
+    static constexpr bool kMayOverflow = false;
+    static constexpr float kMax = 3.38953139e38f;
+    static __device__ __forceinline__ float unpack(unsigned int pair, int i) {
+        return __int_as_float(i == 0 ? pair << 16 : pair & 0xffff0000u);
+    }
+    static __device__ __forceinline__ unsigned int pack(float low, float high) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return reinterpret_cast<const unsigned int&>(pair);
+    }
+};
+using Traits = ElementTraits<Element>;
+
+// One tile of work, as the producer hands it out. `blocks` blocks of keys end at block `last_block`; a tile
+// without keys has one, in which no key is allowed.
+struct Tile {
+    int plane;  // b * q_heads + h, or -1: there is no more work
+    int first;  // query row
+    int last_block;
+    int blocks;
+    int full_begin;  // blocks in [full_begin, full_end) are seen whole by every row
+    int full_end;
+    Lengths lengths;
+
+    // Whether some row may not see all of a block; with a mask, that may be any.
+    __device__ __forceinline__ bool is_partial(int block) const {
+        return kHasMask || block >= full_end || (kHasWindow && block < full_begin);
+    }
+};
+
+struct Smem {
+    Element q[2][kConsumers][kSlabs][kRows][kSlabColumns];  // and a consumer's output, once it is done with q
+    Element k[kStages][kSlabs][kBlockKeys][kSlabColumns];
+    Element v[kStages][kSlabs][kBlockKeys][kSlabColumns];
+    Tile tiles[2];  // with the q buffer of the same index
+    unsigned int spoilt[kStages][kCheckers];  // what a checker found in a block of values
+    Barrier q_full[2][kConsumers];
+    Barrier q_empty[2];
+    Barrier k_full[kStages];
+    Barrier k_empty[kStages];
+    Barrier v_full[kStages];
+    Barrier v_empty[kStages];
+    Barrier checked[kStages];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "host and kernel agree on the shared memory");
+
+constexpr unsigned int kQueryBytes = sizeof(Element) * kSlabs * kRows * kSlabColumns;  // of one consumer
+constexpr unsigned int kKeyBytes = sizeof(Element) * kSlabs * kBlockKeys * kSlabColumns;
+
+// Named barriers. 0 is __syncthreads.
+enum NamedBarrier { kTurnBarrier = 1, kOutputBarrier = kTurnBarrier + kConsumers };
+
+struct Params {
+    const Element* value;  // what the value map describes
+    const Element* mask;
+    const int* total_lengths;
+    const int* past_lengths;
+    unsigned int* capture_error;
+    unsigned int* tile_counter;
+    int q_heads;
+    int group;
+    int sq;
+    int sk;
+    int kv_capacity;
+    int tiles;
+    int planes_per_section;
+    long long mask_batch_stride;
+    long long mask_head_stride;
+    int local_window;
+    float scale;
+    float softcap;
+};
+
+// ---- producer --------------------------------------------------------------------------------------------
+
+// Tile `index` of the launch. Planes go in sections whose keys and values fit in the level-2 cache together;
+// within a section the heaviest tiles come first.
+__device__ __forceinline__ void make_tile(Tile& tile, const Params& params, unsigned int index) {
+    const unsigned int row_tiles = (params.sq + kTileRows - 1) / kTileRows;
+    const unsigned int planes = params.tiles / row_tiles;
+    const unsigned int section = index / (row_tiles * params.planes_per_section);
+    const unsigned int first_plane = section * params.planes_per_section;
+    const unsigned int section_planes = min(params.planes_per_section, planes - first_plane);
+    const unsigned int in_section = index - first_plane * row_tiles;
+    const unsigned int row_tile = in_section / section_planes;
+    const unsigned int plane = first_plane + in_section % section_planes;
+    const int first = (kCausal ? row_tiles - 1 - row_tile : row_tile) * kTileRows;
+    const Lengths lengths(params.total_lengths, params.past_lengths, plane / params.q_heads, params.sq, params.sk,
+                          params.capture_error);
+    tile.plane = plane;
+    tile.first = first;
+    tile.lengths = lengths;
+    // Ranges move right with the row.
+    const KeyRange first_range = lengths.range(first, params.local_window);
+    const int first_block = first_range.begin / kBlockKeys;
+    tile.full_end = first_range.end / kBlockKeys;
+    const KeyRange last_range = lengths.range(min(first + kTileRows, params.sq) - 1, params.local_window);
+    const int last_block = max(static_cast<int>((last_range.end + kBlockKeys - 1) / kBlockKeys) - 1, first_block);
+    tile.full_begin = (last_range.begin + kBlockKeys - 1) / kBlockKeys;
+    tile.last_block = last_block;
+    tile.blocks = last_block - first_block + 1;
+}
+
+// Thread 0: load every tile's queries, and its blocks of keys and values in the order of their use. Values
+// follow one block behind the keys, across the end of a tile too.
+__device__ __forceinline__ void produce(Smem& smem, const Params& params, const TensorMap& q_map,
+                                        const TensorMap& key_map, const TensorMap& value_map) {
+    RingPlace<2> q_place;
+    RingPlace<kStages> k_place;
+    RingPlace<kStages> v_place;
+
+    int value_plane = 0;
+    int value_block = -1;
+    const auto load_values = [&] {
+        if (value_block < 0) return;
+        mbarrier_wait(smem.v_empty[v_place.stage], v_place.parity ^ 1);
+        mbarrier_arrive_expect_tx(smem.v_full[v_place.stage], kKeyBytes);
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            tma_load_3d(smem.v[v_place.stage][slab], value_map, smem.v_full[v_place.stage], slab * kSlabColumns,
+                        value_block * kBlockKeys, value_plane, CacheHint::kEvictLast);
+        }
+        v_place.advance();
+    };
+
+    unsigned int index = blockIdx.x;
+    while (index < params.tiles) {
+        // The count wraps to 0 with the last request of the launch: the next launch finds it as this one did.
+        const unsigned int next_index = gridDim.x + atomicInc(params.tile_counter, params.tiles - 1);
+        mbarrier_wait(smem.q_empty[q_place.stage], q_place.parity ^ 1);
+        Tile& tile = smem.tiles[q_place.stage];
+        make_tile(tile, params, index);
+        const int kv_plane = tile.plane / params.group;
+        const int last_block = tile.last_block;
+        const int first_block = last_block - tile.blocks + 1;
+#pragma unroll
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+            Barrier& full = smem.q_full[q_place.stage][consumer];
+            mbarrier_arrive_expect_tx(full, kQueryBytes);
+#pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) {
+                tma_load_3d(smem.q[q_place.stage][consumer][slab], q_map, full, slab * kSlabColumns,
+                            tile.first + consumer * kRows, tile.plane, CacheHint::kEvictFirst);
+            }
+        }
+        q_place.advance();
+        for (int block = last_block; block >= first_block; --block) {
+            mbarrier_wait(smem.k_empty[k_place.stage], k_place.parity ^ 1);
+            mbarrier_arrive_expect_tx(smem.k_full[k_place.stage], kKeyBytes);
+#pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) {
+                tma_load_3d(smem.k[k_place.stage][slab], key_map, smem.k_full[k_place.stage], slab * kSlabColumns,
+                            block * kBlockKeys, kv_plane, CacheHint::kEvictLast);
+            }
+            k_place.advance();
+            load_values();
+            value_plane = kv_plane;
+            value_block = block;
+        }
+        index = next_index;
+    }
+    load_values();
+    mbarrier_wait(smem.q_empty[q_place.stage], q_place.parity ^ 1);
+    smem.tiles[q_place.stage].plane = -1;
+#pragma unroll
+    for (int consumer = 0; consumer < kConsumers; ++consumer) mbarrier_arrive(smem.q_full[q_place.stage][consumer]);
+}
+
+// ---- checkers --------------------------------------------------------------------------------------------
+
+// A word of two elements: the signs of those that are not finite.
+__device__ __forceinline__ unsigned int spoilt_signs(unsigned int word) {
+    constexpr unsigned int kExponent = Traits::kInfinity * 0x00010001u;
+    constexpr unsigned int kCarry = (0x8000 - Traits::kInfinity) * 0x00010001u;
+    return ((word & kExponent) + kCarry) & 0x80008000u;  // an exponent of ones carries into the sign
+}
+
+// Replace values that are not finite by zeros in a block of values, and say whether there was one at a key
+// before `end_key`.
+__device__ __forceinline__ bool scrub(Element (&values)[kSlabs][kBlockKeys][kSlabColumns], int thread, int end_key) {
+    constexpr int kRowChunks = kSlabColumns * sizeof(Element) / sizeof(uint4);
+    constexpr int kChunks = kSlabs * kBlockKeys * kRowChunks;
+    constexpr int kBatch = 4;
+    uint4* const chunks = reinterpret_cast<uint4*>(&values[0][0][0]);
+    bool found = false;
+    for (int first = thread; first < kChunks; first += kBatch * 32 * kCheckers) {
+        uint4 batch[kBatch];
+        unsigned int spoilt = 0;
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) batch[j] = chunks[min(first + j * 32 * kCheckers, kChunks - 1)];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+            spoilt |= spoilt_signs(batch[j].x) | spoilt_signs(batch[j].y) | spoilt_signs(batch[j].z) |
+                      spoilt_signs(batch[j].w);
+        }
+        if (spoilt == 0) continue;
+#pragma unroll 1
+        for (int i = first; i < min(first + kBatch * 32 * kCheckers, kChunks); i += 32 * kCheckers) {
+            unsigned int* const words = reinterpret_cast<unsigned int*>(&chunks[i]);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const unsigned int signs = spoilt_signs(words[w]);
+                if (signs == 0) continue;
+                words[w] &= ~(signs | (signs - (signs >> 15)));
+                found |= i / kRowChunks % kBlockKeys < end_key;
+            }
+        }
+    }
+    return found;
+}
+
+// Three warps of the producer's warpgroup: before consumers read a block of values that some row may not see
+// whole, take out of it what is not finite.
+__device__ __forceinline__ void check(Smem& smem, const Params& params) {
+    const int thread = threadIdx.x - 32;
+    RingPlace<2> q_place;
+    RingPlace<kStages> v_place;
+    RingPlace<kStages> check_place;
+    while (true) {
+        mbarrier_wait(smem.q_full[q_place.stage][0], q_place.parity);
+        const Tile tile = smem.tiles[q_place.stage];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem.q_empty[q_place.stage]);
+        q_place.advance();
+        if (tile.plane < 0) return;
+        const int last_row = min(tile.first + kTileRows, params.sq) - 1;
+        const int end_key = tile.lengths.range(last_row, params.local_window).end;
+        for (int i = 0; i < tile.blocks; ++i, v_place.advance()) {
+            const int block = tile.last_block - i;
+            if (!tile.is_partial(block)) continue;
+            mbarrier_wait(smem.v_full[v_place.stage], v_place.parity);
+            const bool found = scrub(smem.v[v_place.stage], thread, end_key - block * kBlockKeys);
+            fence_proxy_async();
+            const bool any = __any_sync(kFullWarp, found);
+            if (threadIdx.x % 32 == 0) {
+                smem.spoilt[check_place.stage][thread / 32] = any;
+                mbarrier_arrive(smem.checked[check_place.stage]);
+            }
+            check_place.advance();
+        }
+    }
+}
+
+// ---- consumers -------------------------------------------------------------------------------------------
+
+// The scores of a block as one lane holds them, later its weights: element i is of its row fragment_row(i),
+// where the second is 8 below the first, and of column fragment_column(i) from its first on.
+using Scores = float[kBlockKeys / 2];
+using Sums = float[kPaddedDim / 2];
+using PackedWeights = unsigned int[kBlockKeys / 4];
+
+__device__ __forceinline__ constexpr int fragment_row(int i) { return i / 2 % 2; }
+__device__ __forceinline__ constexpr int fragment_column(int i) { return i / 4 * 8 + i % 2; }
+
+__device__ __forceinline__ void issue_scores(Scores& scores, unsigned long long q, unsigned long long k) {
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kHeadDim; d += 16) {
+        const unsigned int in_slab = d % kSlabColumns * sizeof(Element);
+        const unsigned int slab = d / kSlabColumns * kSlabColumns * sizeof(Element);
+        Wgmma<Element, kBlockKeys>::ss(
+            scores, advance(q, slab * kRows + in_slab), advance(k, slab * kBlockKeys + in_slab), d > 0);
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void issue_values(
+    Sums& sums, const PackedWeights& weights, unsigned long long v, bool accumulate) {
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < kBlockKeys; key += 16) {
+        Wgmma<Element, kPaddedDim>::rs(sums, &weights[key / 4],
+                                       advance(v, key * kSlabColumns * sizeof(Element)), accumulate || key > 0);
+    }
+    wgmma_commit();
+}
+
+// The exponential magnifies the rounding of an offset. Where it is larger than this, the origin is taken off the
+// scores before they are scaled, and the offset is that of an origin of 0.
+constexpr float kMaxOffset = 4096.0f;
+
+// The softmax of a lane's two rows so far. A weight is 2^(log2_scale * (score - origin)), where the origin is
+// a maximum of the row: not always the latest, but at most kHeadroom below it.
+struct RowState {
+    float max[2];     // the origin; -inf: no score yet, and the origin is 0
+    float offset[2];  // what the origin amounts to as an addend to log2_scale * score
+    float limit[2];   // the greatest score that needs no new origin; -inf where each block must be looked after
+    float sum[2];     // of the weights of this lane's keys
+};
+
+// What turns a dot product into a score. Without softcap and mask dot products serve as scores, and their
+// scale is left to the exponent.
+struct ScoreScale {
+    float tanh;  // 2 * log2(e) * scale / softcap: dot products to exponents in tanh(x) = 1 - 2 / (2^(..x) + 1)
+    float mask;  // units of the mask to one of a dot product, or of its tanh
+    float log2;  // units of log2 to one of a score
+
+    __device__ __forceinline__ ScoreScale(float scale, float softcap) {
+        tanh = kHasSoftcap ? 2.0f * kLog2E * (scale / softcap) : 0.0f;
+        mask = kHasSoftcap ? softcap : scale;
+        log2 = kHasMask ? kLog2E : mask * kLog2E;
+    }
+};
+
+__device__ __forceinline__ void cap(Scores& scores, const ScoreScale& scale) {
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+        scores[i] = fmaf(-2.0f, rcp(ex2(scores[i] * scale.tanh) + 1.0f), 1.0f);
+    }
+}
+
+// A lane's two rows: what they may see.
+struct LaneRows {
+    KeyRange ranges[2];
+    const Element* mask[2];
+    bool has_key[2];  // that is not masked, so far
+};
+
+// Two neighbouring elements of a mask row, of which those at `keys` and beyond are not read.
+__device__ __forceinline__ unsigned int load_mask_pair(const Element* row, int key, int keys) {
+    if (kMaskWidth == 2) return key < keys ? *reinterpret_cast<const unsigned int*>(row + key) : 0;
+    const auto* const bits = reinterpret_cast<const unsigned short*>(row + key);
+    const unsigned int low = key < keys ? bits[0] : 0;
+    const unsigned int high = key + 1 < keys ? bits[1] : 0;
+    return high << 16 | low;
+}
+
+// The keys that a row may see, counted from `first_key`.
+struct RelativeRange {
+    int begin;
+    int end;
+
+    __device__ __forceinline__ RelativeRange(const KeyRange& range, int first_key)
+        : begin(static_cast<int>(range.begin) - first_key), end(static_cast<int>(range.end) - first_key) {}
+    __device__ __forceinline__ bool contains(int key) const { return key < end && (!kHasWindow || key >= begin); }
+};
+
+// Add the mask to the scores and exclude the keys that the lane's rows may not see.
+__device__ __forceinline__ void add_mask(
+    Scores& scores, LaneRows& rows, int first_key, int keys, const ScoreScale& scale) {
+    constexpr int kChunk = 16;
+    const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
+#pragma unroll
+    for (int first = 0; first < kBlockKeys / 2; first += kChunk) {
+        unsigned int pairs[kChunk / 2];
+#pragma unroll
+        for (int i = 0; i < kChunk / 2; ++i) {
+            const int column = fragment_column(first + 2 * i);
+            pairs[i] = load_mask_pair(rows.mask[fragment_row(2 * i)], first_key + column, keys);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            const int r = fragment_row(i);
+            const float bias = Traits::unpack(pairs[i / 2], i % 2);
+            const bool allowed = bias != negative_infinity() && ranges[r].contains(fragment_column(first + i));
+            float& score = scores[first + i];
+            score = allowed ? fmaf(score, scale.mask, bias) : negative_infinity();
+            rows.has_key[r] |= allowed;
+        }
+    }
+}
+
+// Exclude the keys that the lane's rows may not see, where there is no mask.
+__device__ __forceinline__ void exclude(Scores& scores, const LaneRows& rows, int first_key) {
+    const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+        if (!ranges[fragment_row(i)].contains(fragment_column(i))) scores[i] = negative_infinity();
+    }
+}
+
+// The maxima of a lane's two rows over its keys of a block.
+__device__ __forceinline__ void find_max(float (&max)[2], const Scores& scores) {
+    float chains[2][2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) chains[r][0] = chains[r][1] = negative_infinity();
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+        float& chain = chains[fragment_row(i)][i % 2];
+        chain = fmaxf(chain, scores[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) max[r] = fmaxf(chains[r][0], chains[r][1]);
+}
+
+// Make the maxima over the quads of lanes that share the rows the rows' origins.
+__device__ __forceinline__ void set_origins(
+    Scores& scores, RowState& state, const float (&max)[2], float log2_scale) {
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float row_max = fmaxf(max[r], __shfl_xor_sync(kFullWarp, max[r], 1));
+        row_max = fmaxf(row_max, __shfl_xor_sync(kFullWarp, row_max, 2));
+        const float origin = softmax_origin(row_max);
+        const float offset = origin * log2_scale;
+        const bool is_large = !(fabsf(offset) < kMaxOffset);
+        shift[r] = is_large ? origin : 0.0f;
+        state.max[r] = row_max;
+        state.offset[r] = Traits::kWeightExponent - (is_large ? 0.0f : offset);
+        state.limit[r] = is_large ? negative_infinity() : row_max + Traits::kHeadroom / log2_scale;
+    }
+    if (__any_sync(kFullWarp, shift[0] != 0.0f || shift[1] != 0.0f)) {
+#pragma unroll
+        for (int i = 0; i < kBlockKeys / 2; ++i) scores[i] -= shift[fragment_row(i)];
+    }
+}
+
+// Turn scores into weights, and add them to the rows' sums.
+__device__ __forceinline__ void weigh(Scores& scores, RowState& state, float log2_scale) {
+    float sums[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+        const int r = fragment_row(i);
+        scores[i] = ex2(fmaf(scores[i], log2_scale, state.offset[r]));
+        sums[r][i % 2] += scores[i];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.sum[r] += sums[r][0] + sums[r][1];
+}
+
+// The same for a tile's first block, from whose maxima the rows set out.
+__device__ __forceinline__ void weigh_first(Scores& scores, RowState& state, float log2_scale) {
+    float max[2];
+    find_max(max, scores);
+    set_origins(scores, state, max, log2_scale);
+    state.sum[0] = state.sum[1] = 0.0f;
+    weigh(scores, state, log2_scale);
+}
+
+// The same for a later block. Only where a score exceeds its row's limit do the lanes look for the maximum
+// together and the warp's origins move; returns whether they did, and then `rescale` is what earlier sums of
+// values must be multiplied by.
+__device__ __forceinline__ bool weigh_next(
+    Scores& scores, RowState& state, float (&rescale)[2], float log2_scale) {
+    rescale[0] = rescale[1] = 1.0f;
+    float max[2];
+    find_max(max, scores);
+    const bool must_move = __any_sync(kFullWarp, max[0] > state.limit[0] || max[1] > state.limit[1]);
+    if (must_move) {
+        const float old_max[2] = {state.max[0], state.max[1]};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) max[r] = fmaxf(max[r], old_max[r]);
+        set_origins(scores, state, max, log2_scale);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            rescale[r] = ex2((old_max[r] - softmax_origin(state.max[r])) * log2_scale);
+            state.sum[r] *= rescale[r];
+        }
+    }
+    weigh(scores, state, log2_scale);
+    return must_move;
+}
+
+__device__ __forceinline__ void pack_weights(PackedWeights& packed, const Scores& weights) {
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 4; ++i) packed[i] = Traits::pack(weights[2 * i], weights[2 * i + 1]);
+}
+
+// Add the values that the checkers took out of a block to the rows that may see them. A finite positive
+// weight does not change an infinity or a NaN, and a NaN weight has spoilt the row already.
+__device__ __forceinline__ void add_spoilt_values(
+    Sums& sums, const Element* values, const LaneRows& rows, int first_key, int lane_column) {
+    const int last_key = min(first_key + kBlockKeys, static_cast<int>(max(rows.ranges[0].end, rows.ranges[1].end)));
+#pragma unroll 1
+    for (int key = first_key; key < last_key; ++key) {
+        bool allowed[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            allowed[r] = rows.ranges[r].contains(key);
+            if (kHasMask && allowed[r]) allowed[r] = to_f32(rows.mask[r][key]) != negative_infinity();
+        }
+        const Element* const row = values + static_cast<long long>(key) * kHeadDim;
+#pragma unroll
+        for (int i = 0; i < kPaddedDim / 2; ++i) {
+            const int column = lane_column + fragment_column(i);
+            const float value = column < kHeadDim ? to_f32(row[column]) : 0.0f;
+            if (allowed[fragment_row(i)] && !is_finite(value)) sums[i] += value;
+        }
+    }
+}
+
+// Whether one of the four lanes that share a row has a key.
+__device__ __forceinline__ bool has_key_in_quad(bool has_key) {
+    const unsigned int lanes = __ballot_sync(kFullWarp, has_key);
+    return (lanes >> (threadIdx.x % 32 / 4 * 4) & 0xf) != 0;
+}
+
+// Divide by the denominator, round, and put the consumer's 64 rows into shared memory as the output map's
+// boxes lie.
+__device__ __forceinline__ void write_output(Element (&output)[kSlabs][kRows][kSlabColumns], Sums& sums,
+                                             const RowState& state, const bool (&has_key)[2]) {
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float sum = state.sum[r];
+        sum += __shfl_xor_sync(kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(kFullWarp, sum, 2);
+        // Over no key at all the result is 0; over keys whose scores are all -inf it is 0 * inf.
+        factor[r] = has_key[r] ? rcp(sum) : 0.0f;
+    }
+    bool is_large = false;
+#pragma unroll
+    for (int i = 0; i < kPaddedDim / 2; ++i) {
+        sums[i] *= factor[fragment_row(i)];
+        if (Traits::kMayOverflow) is_large |= fabsf(sums[i]) > Traits::kMax;
+    }
+    // The denominator sums weights that are not rounded: for that an average of finite values must not become
+    // infinite.
+    if (Traits::kMayOverflow && __any_sync(kFullWarp, is_large)) {
+#pragma unroll
+        for (int i = 0; i < kPaddedDim / 2; ++i) {
+            if (is_finite(sums[i])) sums[i] = fminf(fmaxf(sums[i], -Traits::kMax), Traits::kMax);
+        }
+    }
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int group = 0; group < kPaddedDim / 8; group += 2) {
+        const float* const o = &sums[group * 4];
+        const int chunk = (group + lane / 16) % 8;
+        Element* const slab = &output[group / 8][row][0];
+        stmatrix_x4(shared_address(slab + (chunk ^ row % 8) * 8), Traits::pack(o[0], o[1]), Traits::pack(o[2], o[3]),
+                    Traits::pack(o[4], o[5]), Traits::pack(o[6], o[7]));
+    }
+}
+
+// The tile in a mailbox, the same in every lane for the compiler too.
+__device__ __forceinline__ Tile read_tile(const Tile& mailbox) {
+    const Tile tile = mailbox;
+    const auto uniform = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
+    return {uniform(tile.plane),      uniform(tile.first),    uniform(tile.last_block), uniform(tile.blocks),
+            uniform(tile.full_begin), uniform(tile.full_end), tile.lengths};
+}
+
+__device__ __forceinline__ void consume(Smem& smem, const Params& params, const TensorMap& output_map, int consumer) {
+    const bool is_elected = threadIdx.x % kWarpgroup == 0;
+    const int lane = threadIdx.x % 32;
+    const int lane_row = threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+    const int lane_column = lane % 4 * 2;
+    const ScoreScale scale(params.scale, params.softcap);
+
+    constexpr unsigned int kQueryBuffer = sizeof(smem.q[0]);
+    const unsigned long long q_descriptor = wgmma_descriptor(smem.q[0][consumer], 0);
+    const unsigned long long k_descriptor = wgmma_descriptor(smem.k[0], 0);
+    const unsigned long long v_descriptor = wgmma_descriptor(smem.v[0], kBlockKeys * kSlabColumns * sizeof(Element));
+
+    const auto take_turn = [&] { named_barrier_sync(kTurnBarrier + consumer, 2 * kWarpgroup); };
+    const auto pass_turn = [&] {
+        named_barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 2 * kWarpgroup);
+    };
+
+    RingPlace<2> q_place;
+    RingPlace<kStages> k_place;
+    RingPlace<kStages> v_place;
+    RingPlace<kStages> check_place;
+    Scores scores;
+    Sums sums;
+    PackedWeights weights;
+
+    mbarrier_wait(smem.q_full[0][consumer], 0);
+    Tile tile = read_tile(smem.tiles[0]);
+    mbarrier_wait(smem.k_full[0], 0);
+    issue_scores(scores, q_descriptor, k_descriptor);
+    if (consumer == kConsumers - 1) pass_turn();  // the first turn is the first consumer's
+    wgmma_wait<0>();
+    pin(scores);
+    if (is_elected) mbarrier_arrive(smem.k_empty[0]);
+    k_place.advance();
+
+    bool has_stored = false;
+    while (true) {
+        const int first = tile.first + consumer * kRows;
+        LaneRows rows;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = first + lane_row + 8 * r;
+            rows.ranges[r] = tile.lengths.range(row, params.local_window);
+            rows.has_key[r] = !kHasMask && rows.ranges[r].begin < rows.ranges[r].end;
+            if (kHasMask) {
+                rows.mask[r] = params.mask + tile.plane / params.q_heads * params.mask_batch_stride +
+                               tile.plane % params.q_heads * params.mask_head_stride +
+                               static_cast<long long>(min(row, params.sq - 1)) * params.sk;
+            }
+        }
+        int block = tile.last_block;
+        const int first_block = tile.last_block - tile.blocks + 1;
+        bool is_partial = tile.is_partial(block);
+
+        // From dot products to scores of the keys that the rows may see, and -inf for the others.
+        const auto finish_scores = [&](int b, bool is_partial_block) {
+            if (kHasSoftcap) cap(scores, scale);
+            if (kHasMask) {
+                add_mask(scores, rows, b * kBlockKeys + lane_column, params.sk, scale);
+            } else if (is_partial_block) {
+                exclude(scores, rows, b * kBlockKeys + lane_column);
+            }
+        };
+
+        RowState state;
+        finish_scores(block, is_partial);
+        weigh_first(scores, state, scale.log2);
+        pack_weights(weights, scores);
+
+        // The store of the tile before has long read its buffer.
+        if (is_elected && has_stored) {
+            tma_store_wait_read();
+            mbarrier_arrive(smem.q_empty[q_place.stage ^ 1]);
+        }
+
+        // Wait for the checkers' word on the values of a partial block: whether they took some out.
+        const auto are_values_spoilt = [&] {
+            if (!is_partial) return false;
+            mbarrier_wait(smem.checked[check_place.stage], check_place.parity);
+            const unsigned int* const found = smem.spoilt[check_place.stage];
+            check_place.advance();
+            return (found[0] | found[1] | found[2]) != 0;
+        };
+        // Their product is done: release the stage, and add what the checkers took out.
+        const auto release_values = [&](bool is_spoilt) {
+            if (is_elected) mbarrier_arrive(smem.v_empty[v_place.stage]);
+            v_place.advance();
+            if (!is_spoilt) return;
+            const long long plane = tile.plane / params.group;
+            add_spoilt_values(
+                sums, params.value + plane * params.kv_capacity * kHeadDim, rows, block * kBlockKeys, lane_column);
+        };
+        mbarrier_wait(smem.v_full[v_place.stage], v_place.parity);
+
+#pragma unroll 1
+        while (block > first_block) {
+            mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
+            const bool is_spoilt = are_values_spoilt();
+            take_turn();
+            issue_scores(scores, advance(q_descriptor, q_place.stage * kQueryBuffer),
+                         advance(k_descriptor, k_place.stage * kKeyBytes));
+            issue_values(sums, weights, advance(v_descriptor, v_place.stage * kKeyBytes), block < tile.last_block);
+            pass_turn();
+            wgmma_wait<1>();
+            pin(scores);
+            if (is_elected) mbarrier_arrive(smem.k_empty[k_place.stage]);
+            k_place.advance();
+
+            const bool is_next_partial = tile.is_partial(block - 1);
+            finish_scores(block - 1, is_next_partial);
+            float rescale[2];
+            bool has_moved = weigh_next(scores, state, rescale, scale.log2);
+
+            // The compiler moves a wait for products up as far as the last branch, and additions that are not needed
+            // yet down behind it. So there is a branch behind the softmax, the wait for the values that the new
+            // weights go with, and before it a vote on the sums, which are never negative.
+            pin(scores);
+            has_moved |= __any_sync(kFullWarp, state.sum[0] + state.sum[1] < 0.0f);
+            RingPlace<kStages> next_v_place = v_place;
+            next_v_place.advance();
+            mbarrier_wait(smem.v_full[next_v_place.stage], next_v_place.parity);
+            wgmma_wait<0>();
+            pin(sums);
+            release_values(is_spoilt);
+            is_partial = is_next_partial;
+            --block;
+            if (has_moved) {
+#pragma unroll
+                for (int i = 0; i < kPaddedDim / 2; ++i) sums[i] *= rescale[fragment_row(i)];
+            }
+            pack_weights(weights, scores);
+        }
+
+        // The last values of this tile, and behind them the first scores of the next. Where there is no next
+        // tile the scores are of stale queries, and nobody reads them.
+        RingPlace<2> next_place = q_place;
+        next_place.advance();
+        mbarrier_wait(smem.q_full[next_place.stage][consumer], next_place.parity);
+        const Tile next = read_tile(smem.tiles[next_place.stage]);
+        if (next.plane >= 0) mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
+        const bool is_spoilt = are_values_spoilt();
+        take_turn();
+        issue_values(sums, weights, advance(v_descriptor, v_place.stage * kKeyBytes), tile.blocks > 1);
+        issue_scores(scores, advance(q_descriptor, next_place.stage * kQueryBuffer),
+                     advance(k_descriptor, k_place.stage * kKeyBytes));
+        pass_turn();
+        wgmma_wait<1>();
+        pin(sums);
+        release_values(is_spoilt);
+
+        if (kHasMask) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) rows.has_key[r] = has_key_in_quad(rows.has_key[r]);
+        }
+        write_output(smem.q[q_place.stage][consumer], sums, state, rows.has_key);
+        fence_proxy_async();
+        named_barrier_sync(kOutputBarrier + consumer, kWarpgroup);
+        if (is_elected) {
+#pragma unroll
+            for (int slab = 0; slab < kSlabs; ++slab) {
+                tma_store_3d(output_map, smem.q[q_place.stage][consumer][slab], slab * kSlabColumns, first, tile.plane);
+            }
+            tma_store_commit();
+        }
+        has_stored = true;
+        wgmma_wait<0>();
+        pin(scores);
+        if (next.plane < 0) break;
+        if (is_elected) mbarrier_arrive(smem.k_empty[k_place.stage]);
+        k_place.advance();
+        q_place = next_place;
+        tile = next;
+    }
+    if (is_elected) tma_store_wait_read();
+}
+
+// The maps say where q, key and output are; their addresses are there for the host, which keeps them alive.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
+    const Element* q, const Element* key, const Element* value, const Element* mask, const int* total_lengths,
+    const int* past_lengths, Element* output, unsigned int* capture_error, unsigned int* tile_counter,
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap key_map,
+    const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap output_map, int q_heads, int group,
+    int sq, int sk, int kv_capacity, int tiles, int planes_per_section, long long mask_batch_stride,
+    long long mask_head_stride, int local_window, float scale, float softcap) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const Params params = {value,
+                           mask,
+                           total_lengths,
+                           past_lengths,
+                           capture_error,
+                           tile_counter,
+                           q_heads,
+                           group,
+                           sq,
+                           sk,
+                           kv_capacity,
+                           tiles,
+                           planes_per_section,
+                           mask_batch_stride,
+                           mask_head_stride,
+                           local_window,
+                           scale,
+                           softcap};
+    const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / kWarpgroup, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(q_map);
+        prefetch_tensormap(key_map);
+        prefetch_tensormap(value_map);
+        prefetch_tensormap(output_map);
+        for (int i = 0; i < 2; ++i) {
+            for (int consumer = 0; consumer < kConsumers; ++consumer) mbarrier_init(smem.q_full[i][consumer], 1);
+            mbarrier_init(smem.q_empty[i], kConsumers + kCheckers);
+        }
+        for (int i = 0; i < kStages; ++i) {
+            mbarrier_init(smem.k_full[i], 1);
+            mbarrier_init(smem.v_full[i], 1);
+            mbarrier_init(smem.k_empty[i], kConsumers);
+            mbarrier_init(smem.v_empty[i], kConsumers);
+            mbarrier_init(smem.checked[i], kCheckers);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            produce(smem, params, q_map, key_map, value_map);
+        } else if (threadIdx.x >= 32) {
+            check(smem, params);
+        }
+    } else {
+        setmaxnreg_inc<kConsumerRegisters>();
+        consume(smem, params, output_map, warpgroup - 1);
+    }
+}

@@ -1,0 +1,181 @@
+"""The Hopper variant of fused attention: which calls it serves, and what its launches are made of.
+
+``kernels/attention_sm90.cu`` moves its operands by tensor maps, which state addresses and extents. They are
+arguments like others, and so part of what a captured graph holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxrt_cuda.dtype import DataType, bfloat16, float16
+from nxrt_cuda.launch import Param, div_up
+from nxrt_cuda.ops.attention_geometry import AttentionGeometry
+
+__all__ = [
+    "ARCH",
+    "COMPUTE_CAPABILITY",
+    "PARAMS",
+    "MapLayout",
+    "Sm90Tiles",
+    "map_layouts",
+    "obstacle",
+    "planes_per_section",
+    "shared_bytes",
+    "tile_count",
+    "tiles_of",
+]
+
+COMPUTE_CAPABILITY = (9, 0)
+ARCH = "sm_90a"
+
+PARAMS = tuple(
+    Param(name, kind)
+    for kind, names in (
+        ("ptr", "q key value mask total_lengths past_lengths output capture_error tile_counter"),
+        ("tensor_map", "q_map key_map value_map output_map"),
+        ("i32", "q_heads group sq sk kv_capacity tiles planes_per_section"),
+        ("i64", "mask_batch_stride mask_head_stride"),
+        ("i32", "local_window"),
+        ("f32", "scale softcap"),
+    )
+    for name in names.split()
+)
+
+ROWS = 64
+"""Query rows of a consumer: one warpgroup's matrix product."""
+
+_SLAB_COLUMNS = 64
+_MAP_ALIGNMENT = 16
+_MAX_SEQUENCE = 2**30
+_MAX_TILES = 2**30
+_SHORT_SEQUENCE = 768
+
+
+@dataclass(frozen=True)
+class Sm90Tiles:
+    """How a call is cut up.
+
+    Attributes:
+        consumers: warpgroups that compute, of 64 query rows each.
+        keys: keys a block.
+        stages: blocks of keys, and of values, in shared memory.
+    """
+
+    consumers: int
+    keys: int
+    stages: int
+
+    @property
+    def queries(self) -> int:
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+
+def obstacle(
+    dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int], alignment: int
+) -> str | None:
+    """Why this variant does not serve a call; None if it does.
+
+    ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes.
+    """
+    if dtype not in (float16, bfloat16):
+        return f"there is no tensor-core variant for {dtype}"
+    if compute_capability != COMPUTE_CAPABILITY:
+        return "there is no tensor-core variant for {} on compute capability {}.{}".format(dtype, *compute_capability)
+    if geometry.head_dim % 8 != 0:
+        return f"head_dim {geometry.head_dim} is not a multiple of 8"
+    if alignment < _MAP_ALIGNMENT:
+        return f"operands are aligned to {alignment} bytes, not to {_MAP_ALIGNMENT}"
+    if geometry.seq_k == 0:
+        return "there are no keys"
+    if geometry.scale <= 0.0:
+        return f"scale {geometry.scale} is not positive"
+    if max(geometry.seq_q, geometry.seq_k) > _MAX_SEQUENCE:
+        return f"seq_q {geometry.seq_q} or seq_k {geometry.seq_k} is beyond {_MAX_SEQUENCE}"
+    if tile_count(geometry) > _MAX_TILES:
+        return f"{tile_count(geometry)} tiles are more than {_MAX_TILES}"
+    return None
+
+
+def tiles_of(geometry: AttentionGeometry) -> Sm90Tiles:
+    """The tiles that were fastest on an H200; ``benchmarks/attention_log.md`` says what else was tried.
+
+    An additive mask takes registers: blocks of 96 keys leave them. Up to head_dim 64 three consumers fit, which hide
+    the exponentials best, unless window and softcap come together; where a tile of 192 rows would mostly lie beyond
+    the triangle, two waste less.
+    """
+    if geometry.has_mask:
+        return Sm90Tiles(consumers=2, keys=96, stages=2)
+    if geometry.head_dim > _SLAB_COLUMNS:
+        return Sm90Tiles(consumers=2, keys=128, stages=2)
+    is_short = geometry.causal and geometry.seq_q <= _SHORT_SEQUENCE
+    is_full = geometry.local_window > 0 and geometry.softcap > 0.0
+    return Sm90Tiles(consumers=2 if is_short or is_full else 3, keys=128, stages=3)
+
+
+def tile_count(geometry: AttentionGeometry) -> int:
+    """Tiles of query rows in all planes."""
+    return geometry.batch * geometry.num_heads * div_up(geometry.seq_q, tiles_of(geometry).queries)
+
+
+def planes_per_section(geometry: AttentionGeometry, l2_cache_bytes: int) -> int:
+    """How many query planes are worked on at once, so that their keys and values stay in the L2 cache.
+
+    Half of it where tiles differ in weight and many planes even out the load; else an eighth, for every
+    multiprocessor then reads the same blocks at about the same time.
+    """
+    budget = l2_cache_bytes // (2 if geometry.causal or geometry.local_window > 0 else 8)
+    plane = 2 * geometry.seq_k * geometry.head_dim * float16.itemsize
+    return min(geometry.batch * geometry.num_heads, max(budget // plane, 1) * geometry.group)
+
+
+def shared_bytes(head_dim: int, tiles: Sm90Tiles) -> int:
+    """Dynamic shared memory of a block: ``sizeof(Smem)`` in the kernel."""
+    slab_row = div_up(head_dim, _SLAB_COLUMNS) * _SLAB_COLUMNS * float16.itemsize
+    buffers = slab_row * (2 * tiles.queries + 2 * tiles.stages * tiles.keys)
+    mailboxes = 2 * 40
+    findings = div_up(tiles.stages * 3 * 4, 8) * 8
+    barriers = 8 * (2 * tiles.consumers + 2 + 5 * tiles.stages)
+    return buffers + mailboxes + findings + barriers
+
+
+@dataclass(frozen=True)
+class MapLayout:
+    """A tensor map but for its address; dimensions are head_dim, sequence, planes.
+
+    Attributes:
+        parameter: its place among the parameters.
+        operand: the place of the operand that it describes.
+        extents, strides, box: as ``runtime.tensor_map`` takes them.
+    """
+
+    parameter: int
+    operand: int
+    extents: tuple[int, int, int]
+    strides: tuple[int, int]
+    box: tuple[int, int, int]
+
+
+def map_layouts(geometry: AttentionGeometry) -> tuple[MapLayout, ...]:
+    """The maps of query, key, value and output."""
+    tiles = tiles_of(geometry)
+    row = geometry.head_dim * float16.itemsize
+    queries = (
+        (geometry.head_dim, geometry.seq_q, geometry.batch * geometry.num_heads),
+        (row, row * geometry.seq_q),
+        (_SLAB_COLUMNS, ROWS, 1),
+    )
+    keys = (
+        (geometry.head_dim, geometry.seq_k, geometry.batch * geometry.kv_num_heads),
+        (row, row * geometry.kv_capacity),
+        (_SLAB_COLUMNS, tiles.keys, 1),
+    )
+    names = [name for name, _ in PARAMS]
+    return tuple(
+        MapLayout(names.index(f"{name}_map"), names.index(name), *layout)
+        for name, layout in (("q", queries), ("key", keys), ("value", keys), ("output", queries))
+    )

@@ -1,0 +1,323 @@
+"""What one DsaIndexSelect call launches: a plan for one layout of its operands, whichever variant serves it.
+
+Plans are made once for a layout and keep their launches prepared; every call renews the addresses.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from nxrt_cuda.dtype import DataType
+from nxrt_cuda.launch import KernelSpec, PreparedLaunch, TensorMap
+from nxrt_cuda.ops import dsa_certified as certified
+from nxrt_cuda.ops import dsa_variants as strict
+from nxrt_cuda.ops.dsa_geometry import OP, Dims, WorkspaceLayout
+from nxrt_cuda.tensor import TensorMut
+
+if TYPE_CHECKING:
+    from nxrt_cuda.runtime import CudaRuntime
+
+__all__ = [
+    "Addresses",
+    "Attributes",
+    "CertifiedPlan",
+    "DsaChoice",
+    "DsaVariant",
+    "Options",
+    "Plan",
+    "Step",
+    "StrictPlan",
+]
+
+_MAP_LIMIT = 64
+"""Pairs of addresses whose tensor maps are kept encoded, which costs several microseconds each."""
+
+_MODE = "NXRT_CUDA_DSA"
+_MODES = ("auto", "strict")
+
+
+class DsaVariant(StrEnum):
+    """How scores are computed; what is selected is the same."""
+
+    STRICT = "strict"
+    CERTIFIED = "certified"
+
+
+class DsaChoice(NamedTuple):
+    """A variant, and why it was chosen."""
+
+    variant: DsaVariant
+    reason: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be chosen about a kernel beside its node.
+
+    Attributes:
+        mode: ``"auto"``, or ``"strict"`` for the strict variant alone, to audit the other by.
+        workspace_bytes: what the certified variant keeps its workspace below, as far as one tile of rows allows.
+
+    Raises:
+        ValueError: the mode is neither, or the size is not positive.
+    """
+
+    mode: str = "auto"
+    workspace_bytes: int = certified.WORKSPACE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise ValueError(f"DsaIndexSelect mode {self.mode!r}; there are {' and '.join(_MODES)}")
+        if self.workspace_bytes <= 0:
+            raise ValueError(f"workspace_bytes = {self.workspace_bytes} is not positive")
+
+    @classmethod
+    def from_environment(cls) -> Options:
+        """The defaults, and the mode that the environment variable ``NXRT_CUDA_DSA`` names."""
+        return cls(mode=os.environ.get(_MODE) or "auto")
+
+
+class Attributes(NamedTuple):
+    """Of the node."""
+
+    top_k: int
+    scale: float
+    weights_scale: float
+
+
+class Addresses(NamedTuple):
+    """Where the operands of one call begin."""
+
+    query: int
+    key: int
+    weights: int
+    bias: int
+    out: int
+
+
+class Step(NamedTuple):
+    """One launch, and which of the operands (the four inputs, then the output) it touches."""
+
+    launch: PreparedLaunch
+    operands: slice
+
+
+class Plan(ABC):
+    """The launches of one call.
+
+    Attributes:
+        choice: the variant, and why.
+        nbytes: of the workspace.
+        steps: what is launched, in order.
+        score_grids, selection_grids: blocks of each launch of either kind; 0 launches nothing.
+    """
+
+    choice: DsaChoice
+    nbytes: int
+    steps: tuple[Step, ...]
+    score_grids: tuple[int, ...]
+    selection_grids: tuple[int, ...]
+
+    @abstractmethod
+    def bind(self, workspace: int, at: Addresses) -> None:
+        """Renew the addresses."""
+
+
+_INPUTS = slice(0, 4)
+_QUERY_KEY_WEIGHTS = slice(0, 3)
+_BIAS = slice(3, 4)
+_OUTPUT = slice(4, 5)
+_ALL = slice(0, 5)
+
+
+class StrictPlan(Plan):
+    """Scores in strict order, then an exact selection among them."""
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        dims: Dims,
+        dtype: DataType,
+        attributes: Attributes,
+        layout: WorkspaceLayout,
+        reason: str,
+        *,
+        aligned: bool,
+        max_grid_x: int,
+    ) -> None:
+        self.choice = DsaChoice(DsaVariant.STRICT, reason)
+        self._layout = layout
+        self.nbytes = layout.nbytes
+        tile = strict.choose_tile(dims)
+        score = runtime.function(strict.score_spec(dtype, tile, dims.head_dim, aligned=aligned))
+        select = runtime.function(strict.select_spec(dims))
+        top_k, scale, weights_scale = attributes
+        self._score = runtime.prepare(
+            score,
+            strict.launch_config(score.spec, strict.score_tiles(dims, tile), max_grid_x),
+            *_unbound(score.spec),
+            *(dims.batch, dims.q_seq, dims.heads, dims.head_dim, dims.key_seq, scale, weights_scale),
+            op=OP,
+        )
+        self._select = runtime.prepare(
+            select,
+            strict.launch_config(select.spec, dims.rows, max_grid_x),
+            *_unbound(select.spec),
+            *(dims.rows, dims.key_seq, top_k),
+            op=OP,
+        )
+        self.steps = (Step(self._score, _INPUTS), Step(self._select, _OUTPUT))
+        self.score_grids = (self._score.config.grid[0],)
+        self.selection_grids = (self._select.config.grid[0],)
+
+    def bind(self, workspace: int, at: Addresses) -> None:
+        scores, allowed = workspace + self._layout.scores_offset, workspace + self._layout.allowed_offset
+        self._score.bind(at.query, at.key, at.weights, at.bias, scores, allowed)
+        self._select.bind(scores, allowed, at.out)
+
+
+class CertifiedPlan(Plan):
+    """Approximate scores with a bound, and exact repair: see :mod:`nxrt_cuda.ops.dsa_certified`.
+
+    Args:
+        counters: u64 [2] on the device: rows whose every allowed key was scored strictly; keys scored strictly.
+    """
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        dims: Dims,
+        dtype: DataType,
+        attributes: Attributes,
+        layout: certified.CertifiedLayout,
+        *,
+        max_grid_x: int,
+        counters: TensorMut,
+    ) -> None:
+        self.choice = DsaChoice(
+            DsaVariant.CERTIFIED, "tensor-core scores, repaired where their error leaves a rank open"
+        )
+        self.nbytes = layout.nbytes
+        self._chunks = [
+            _ChunkLaunches(runtime, dims, dtype, attributes, layout, chunk, max_grid_x, counters)
+            for chunk in layout.chunks
+        ]
+        self.steps = tuple(step for chunk in self._chunks for step in chunk.steps)
+        self.score_grids = tuple(chunk.score.config.grid[0] for chunk in self._chunks if chunk.score is not None)
+        self.selection_grids = tuple(chunk.certify.config.grid[0] for chunk in self._chunks)
+
+    def bind(self, workspace: int, at: Addresses) -> None:
+        for chunk in self._chunks:
+            chunk.bind(workspace, at)
+
+
+class _ChunkLaunches:
+    """The launches for one chunk of rows. What it does not need is None."""
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        dims: Dims,
+        dtype: DataType,
+        attributes: Attributes,
+        layout: certified.CertifiedLayout,
+        chunk: certified.Chunk,
+        max_grid_x: int,
+        counters: TensorMut,
+    ) -> None:
+        self._runtime = runtime
+        self._dims = dims
+        self._dtype = dtype
+        self._top_k = attributes.top_k
+        self._layout = layout
+        self._chunk = chunk
+        self._counters = counters
+        processors = runtime.capabilities.multiprocessor_count
+        extents = (chunk.batch, chunk.q_seq, dims.key_seq)
+        stride = certified.row_stride(dims)
+        floor = certified.norm_floor(dtype, dims.head_dim)
+        scales = (attributes.scale, attributes.weights_scale)
+
+        self.prepare: PreparedLaunch | None = None
+        if certified.uses_prepare(dims, chunk, processors):
+            function = runtime.function(certified.prepare_spec(dims.heads))
+            config = certified.prepare_config(function.spec, dims, chunk, max_grid_x)
+            top_k = attributes.top_k
+            self.prepare = runtime.prepare(function, config, *_unbound(function.spec), *extents, top_k, op=OP)
+        self.score: PreparedLaunch | None = None
+        self._encoded: dict[tuple[int, int], tuple[TensorMap, TensorMap]] = {}
+        if dims.key_seq > attributes.top_k:
+            function = runtime.function(certified.score_spec(dtype, dims.heads, dims.head_dim))
+            config = certified.score_config(function.spec, dims, chunk, processors, max_grid_x)
+            kinds = [param.kind for param in function.spec.params]
+            self._map_positions = [position for position, kind in enumerate(kinds) if kind == "tensor_map"]
+            maps = (bytes(128), bytes(128))
+            self.score = runtime.prepare(
+                function, config, *_unbound(function.spec), *maps, *extents, stride, *scales, floor, op=OP
+            )
+        function = runtime.function(certified.certify_spec(dtype, dims, chunk.rows, processors))
+        config, block_keys = certified.certify_config(function.spec, dims, chunk.rows, max_grid_x)
+        error_scale = certified.error_scale(dims.heads, dims.head_dim, attributes.scale)
+        self.certify = runtime.prepare(
+            function,
+            config,
+            *_unbound(function.spec),
+            *(chunk.rows, chunk.q_seq, dims.key_seq, stride, block_keys, attributes.top_k),
+            *(*scales, error_scale, certified.BIAS_ERROR, floor),
+            op=OP,
+        )
+        self.steps = tuple(
+            Step(launch, operands)
+            for launch, operands in ((self.prepare, _BIAS), (self.score, _QUERY_KEY_WEIGHTS), (self.certify, _ALL))
+            if launch is not None
+        )
+
+    def bind(self, workspace: int, at: Addresses) -> None:
+        dims, chunk, layout = self._dims, self._chunk, self._layout
+        row, itemsize = chunk.first_row, self._dtype.itemsize
+        query = at.query + row * dims.heads * dims.head_dim * itemsize
+        key = at.key + chunk.first_batch * dims.key_seq * dims.head_dim * itemsize
+        weights = at.weights + row * dims.heads * itemsize
+        bias = at.bias + row * dims.key_seq * 4
+        out = at.out + row * self._top_k * 8
+        scores, key_words = workspace + layout.scores_offset, workspace + layout.key_words_offset
+        allowed = rows = tiles = 0
+        if self.prepare is not None:
+            allowed = workspace + layout.allowed_offset
+            rows = workspace + layout.rows_offset
+            tiles = workspace + layout.tiles_offset
+            self.prepare.bind(bias, allowed, rows, tiles)
+        if self.score is not None:
+            self.score.bind(weights, tiles, scores, key_words)
+            for position, tensor_map in zip(self._map_positions, self._maps(query, key), strict=True):
+                self.score.set(position, tensor_map)
+        self.certify.bind(query, key, weights, bias, scores, allowed, rows, key_words, out, self._counters.ptr)
+
+    def _maps(self, query: int, key: int) -> tuple[TensorMap, TensorMap]:
+        """Of queries and keys at these addresses; encoded once for each pair of them."""
+        maps = self._encoded.get((query, key))
+        if maps is None:
+            dims, chunk = self._dims, self._chunk
+            maps = (
+                self._encode(query, chunk.rows * dims.heads, 1, certified.QUERY_BOX),
+                self._encode(key, dims.key_seq, chunk.batch, certified.KEY_BOX),
+            )
+            if len(self._encoded) == _MAP_LIMIT:
+                self._encoded.clear()
+            self._encoded[query, key] = maps
+        return maps
+
+    def _encode(self, address: int, vectors: int, batch: int, box: tuple[int, ...]) -> TensorMap:
+        depth, vector_bytes = self._dims.head_dim, self._dims.head_dim * self._dtype.itemsize
+        strides = (vector_bytes, vectors * vector_bytes)
+        return self._runtime.tensor_map(self._dtype, address, (depth, vectors, batch), strides, box)
+
+
+def _unbound(spec: KernelSpec) -> Sequence[int]:
+    """Null pointers in place of those that every call binds."""
+    return (0,) * sum(param.kind == "ptr" for param in spec.params)

@@ -1,0 +1,247 @@
+"""The certified DsaIndexSelect on a GPU: it selects what the strict variant selects, and its bound is needed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nxrt_cuda as nx
+from nxrt_cuda.ops import dsa_certified
+from nxrt_cuda.ops.dsa_geometry import Dims, WorkspaceLayout
+from nxrt_cuda.ops.dsa_index_select import DsaIndexSelectFactory, DsaIndexSelectKernel, DsaRepairStats, Options
+from nxrt_cuda.ops.dsa_plan import DsaVariant
+from tests.dsa_cases import DTYPES, INF, random_case, run
+from tests.dsa_certified_cases import wide_closed_form_cases
+
+HALF_DTYPES = DTYPES[1:]
+KINDS = (
+    *("normal", "clustered", "duplicated", "near ties", "integers", "zero weights", "zero queries", "negative"),
+    *("outliers", "tiny", "huge", "special"),
+)
+HEADS_AND_SIZES = [(32, 64), (32, 128), (64, 64), (64, 128)]
+
+
+@pytest.fixture(scope="module")
+def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
+    """One runtime for all tests of this file; skips where no GPU takes the variant."""
+    with nx.open_runtime("cuda:0") as runtime:
+        if runtime.capabilities.compute_capability != dsa_certified.COMPUTE_CAPABILITY:
+            pytest.skip("tensor-core scores are for compute capability 9.0")
+        yield runtime
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random inputs of one call."""
+
+    query: np.ndarray
+    key: np.ndarray
+    weights: np.ndarray
+    bias: np.ndarray
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(*self.query.shape, self.key.shape[1])
+
+
+def draw(
+    dtype: np.dtype,
+    batch: int,
+    q_seq: int,
+    heads: int,
+    head_dim: int,
+    key_seq: int,
+    kind: str = "normal",
+    mask: str = "causal",
+) -> Inputs:
+    """``kind`` says how keys, queries and weights lie; ``mask`` what the bias is."""
+    seed = zlib.crc32(repr((dtype.name, batch, q_seq, heads, head_dim, key_seq, kind, mask)).encode())
+    rng = np.random.default_rng(seed)
+    query, key, weights = (
+        rng.standard_normal(shape, np.float32)
+        for shape in ((batch, q_seq, heads, head_dim), (batch, key_seq, head_dim), (batch, q_seq, heads))
+    )
+    step = 2.0**-7 if dtype == HALF_DTYPES[1] else 2.0**-10
+    if kind == "clustered":
+        key = key[:, rng.integers(0, max(1, key_seq // 64), key_seq)] + np.float32(0.001) * key
+    elif kind == "duplicated":
+        key = key[:, rng.integers(0, max(1, key_seq // 8), key_seq)]
+    elif kind == "near ties":
+        key = key[:, :1] + np.float32(step) * (rng.random(key.shape) < 0.02)
+    elif kind == "integers":
+        query, key, weights = np.round(query), np.round(key), np.round(weights)
+    elif kind == "zero weights":
+        weights *= 0
+    elif kind == "zero queries":
+        query[:, ::2] = 0
+    elif kind == "negative":
+        query, key = -np.abs(query), np.abs(key)
+    elif kind == "outliers":
+        key[:, ::37] *= 300
+    elif kind == "tiny":
+        query *= np.float32(2.0**-22)
+        key *= np.float32(2.0**-22)
+    elif kind == "huge":
+        scale = np.float32(6e4 if dtype == HALF_DTYPES[0] else 2.0**62)
+        query, key = query * scale, key * scale
+    elif kind == "special":
+        for values in (query, key, weights):
+            values[rng.random(values.shape) < 2e-5] = np.nan
+            values[rng.random(values.shape) < 2e-5] = np.inf
+    shape = (batch, 1, q_seq, key_seq)
+    bias = np.zeros(shape, np.float32)
+    if mask == "causal":
+        bias[..., np.arange(key_seq) > np.arange(q_seq)[:, None] + key_seq - q_seq] = -INF
+    elif mask == "normal":
+        bias = rng.standard_normal(shape, np.float32)
+    elif mask == "fill":
+        bias[rng.random(shape) < 0.6] = -1e9
+    elif mask == "large":
+        bias[...] = 1e6
+    elif mask == "sparse":
+        bias[rng.random(shape) < 0.997] = -INF
+    with np.errstate(all="ignore"):
+        return Inputs(*(np.ascontiguousarray(values.astype(dtype)) for values in (query, key, weights)), bias)
+
+
+def select(
+    rt: nx.CudaRuntime, inputs: Inputs, top_k: int, mode: str = "auto", **options: Any
+) -> tuple[np.ndarray, DsaIndexSelectKernel]:
+    """What a fresh kernel object selects, and the object."""
+    attributes = {"top_k": top_k, "scale": inputs.dims.head_dim**-0.5, "weights_scale": 0.7}
+    node = nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes=attributes)
+    kernel = DsaIndexSelectFactory(rt, Options(mode=mode, **options)).create(node, ())
+    dims = inputs.dims
+    operands = [rt.from_array(values) for values in (inputs.query, inputs.key, inputs.weights, inputs.bias)]
+    output = rt.from_array(np.full((dims.batch, 1, dims.q_seq, top_k), -77, np.int64))
+    kernel.execute(operands, [output])
+    return output.numpy(), kernel
+
+
+def wrong_rows(rt: nx.CudaRuntime, inputs: Inputs, top_k: int, **options: Any) -> int:
+    """How many rows the certified variant selects otherwise than the strict one."""
+    selected, kernel = select(rt, inputs, top_k, **options)
+    assert kernel.choice is not None
+    assert kernel.choice.variant is DsaVariant.CERTIFIED
+    expected, _ = select(rt, inputs, top_k, "strict")
+    return int((selected != expected).any(-1).sum())
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+def test_closed_forms(rt: nx.CudaRuntime, dtype: np.dtype) -> None:
+    """Ties, lengths, masks, NaN and order of operations, in the narrower type."""
+    for case in wide_closed_form_cases(dtype, 131072):
+        np.testing.assert_array_equal(run(rt, case), case.expected, err_msg=case.name)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize(("heads", "head_dim"), HEADS_AND_SIZES)
+def test_small_shapes_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, heads: int, head_dim: int) -> None:
+    """NumPy's own answers, for every value of every kind."""
+    for values in ("normal", "integers", "wide", "special"):
+        for batch, q_seq, key_seq, top_k in ((2, 3, 300, 40), (1, 9, 33, 5), (1, 1, 1000, 100)):
+            shape = {"batch": batch, "q_seq": q_seq, "heads": heads, "head_dim": head_dim, "key_seq": key_seq}
+            case = random_case(key_seq, dtype, **shape, top_k=top_k, values=values, mask="soft")
+            np.testing.assert_array_equal(run(rt, case), case.expected, err_msg=case.name)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_rows_of_every_kind(rt: nx.CudaRuntime, dtype: np.dtype, kind: str) -> None:
+    """Ties, scores that are all the same, magnitudes beyond the bound's, NaN and infinities."""
+    for heads, head_dim in ((32, 64), (64, 128)):
+        inputs = draw(dtype, 1, 601, heads, head_dim, 2500, kind)
+        for top_k in (1, 1250):
+            assert wrong_rows(rt, inputs, top_k) == 0, (heads, head_dim, top_k)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("mask", ["none", "normal", "fill", "large", "sparse"])
+def test_every_kind_of_bias(rt: nx.CudaRuntime, dtype: np.dtype, mask: str) -> None:
+    """Finite fills are allowed keys, and large biases round the scores away."""
+    for q_seq in (2, 333):
+        assert wrong_rows(rt, draw(dtype, 2, q_seq, 64, 128, 3001, "normal", mask), 512) == 0
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    ("batch", "q_seq", "key_seq"),
+    [(1, 300, 8192), (1, 40, 8193), (1, 290, 20001), (1, 3, 40000), (2, 1, 70001), (1, 1, 131072), (32, 1, 9000)],
+)
+def test_long_rows(rt: nx.CudaRuntime, dtype: np.dtype, batch: int, q_seq: int, key_seq: int) -> None:
+    """Rows spread over one to eight blocks; prefill and decode."""
+    assert wrong_rows(rt, draw(dtype, batch, q_seq, 64, 128, key_seq), 2048) == 0
+    assert wrong_rows(rt, draw(dtype, batch, q_seq, 32, 64, key_seq, "near ties"), 2048) == 0
+
+
+def test_chunks_of_rows(rt: nx.CudaRuntime) -> None:
+    """A small workspace: several launches of each kernel, some of them of a few rows."""
+    inputs = draw(HALF_DTYPES[1], 2, 700, 64, 128, 1500)
+    assert wrong_rows(rt, inputs, 300, workspace_bytes=2 << 20) == 0
+
+
+def test_reruns_are_identical_and_replays_follow(rt: nx.CudaRuntime) -> None:
+    """25 runs over duplicated keys, byte for byte; then other keys in a replay."""
+    first, second = (draw(HALF_DTYPES[1], 1, 600, 64, 128, 3000, kind) for kind in ("duplicated", "normal"))
+    expected = [select(rt, inputs, 400, "strict")[0] for inputs in (first, second)]
+    attributes = {"top_k": 400, "scale": 128**-0.5, "weights_scale": 0.7}
+    kernel = nx.create_kernel(rt, nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes=attributes))
+    operands = [rt.from_array(values) for values in (first.query, first.key, first.weights, first.bias)]
+    output = rt.zeros(expected[0].shape, np.int64)
+    for _ in range(25):
+        rt.fill_zero(output)
+        kernel.execute(operands, [output])
+        np.testing.assert_array_equal(output.numpy(), expected[0])
+    with rt.capture([kernel]) as graph:
+        kernel.execute(operands, [output])
+    assert graph.node_types == ("KERNEL", "KERNEL", "KERNEL")
+    for tensor, values in zip(operands, (second.query, second.key, second.weights, second.bias), strict=True):
+        tensor.copy_from(values)
+    graph.replay()
+    np.testing.assert_array_equal(output.numpy(), expected[1])
+
+
+def test_repairs_are_counted(rt: nx.CudaRuntime) -> None:
+    """Some keys a row where scores are regular; whole rows where an allowed key is not."""
+    inputs = draw(HALF_DTYPES[1], 1, 600, 64, 128, 3000)
+    _, kernel = select(rt, inputs, 400)
+    regular = kernel.repair_stats()
+    assert regular.rows_scored_strictly == 0
+    assert 600 <= regular.keys_scored_strictly < 100 * 600
+    inputs.key[0, 100, 5] = np.nan
+    _, kernel = select(rt, inputs, 400)
+    assert kernel.repair_stats() == DsaRepairStats(600, sum(2401 + s for s in range(600)))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("kind", ["normal", "clustered", "near ties", "outliers"])
+def test_scores_lie_within_the_bound(rt: nx.CudaRuntime, dtype: np.dtype, kind: str) -> None:
+    """Approximate and strict scores of the device, against the bound with each key's own norm."""
+    inputs = draw(dtype, 1, 600, 64, 128, 2048, kind, "none")
+    dims = inputs.dims
+    _, kernel = select(rt, inputs, 100)
+    approximate = np.empty((dims.q_seq, dims.key_seq), np.float32)
+    layout = dsa_certified.CertifiedLayout.of(dims, dsa_certified.WORKSPACE_BYTES)
+    rt.dtoh(approximate, kernel.workspace_stats().last_ptr + layout.scores_offset)
+    _, strict = select(rt, inputs, 100, "strict")
+    scores = np.empty_like(approximate)
+    rt.dtoh(scores, strict.workspace_stats().last_ptr + WorkspaceLayout.of(dims).scores_offset)
+    query, key, weights = (values.astype(np.float64) for values in (inputs.query, inputs.key, inputs.weights))
+    norms = (np.abs(weights) * 0.7 * np.linalg.norm(query, axis=-1)).sum(-1)[0]
+    bound = norms[:, None] * np.linalg.norm(key[0], axis=-1)
+    bound *= dsa_certified.error_scale(dims.heads, dims.head_dim, dims.head_dim**-0.5)
+    worst = (np.abs(approximate.astype(np.float64) - scores) / bound).max()
+    assert 0.001 < worst <= 1
+
+
+def test_a_smaller_bound_selects_wrong_keys(rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the bound the approximate scores decide, and some rows come out wrong."""
+    inputs = draw(HALF_DTYPES[1], 1, 2048, 64, 128, 8192)
+    assert wrong_rows(rt, inputs, 2048) == 0
+    monkeypatch.setattr(dsa_certified, "error_units", lambda heads, head_dim: 0)
+    assert wrong_rows(rt, inputs, 2048) > 0

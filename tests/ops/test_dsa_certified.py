@@ -1,0 +1,345 @@
+"""The certified variant of DsaIndexSelect on the host driver: when it serves, what it launches, and its bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nxrt_cuda as nx
+from nxrt_cuda.dtype import bfloat16, float16, float32
+from nxrt_cuda.ops.dsa_certified import (
+    CertifiedLayout,
+    certify_spec,
+    chunks,
+    error_scale,
+    error_units,
+    norm_floor,
+    uncertified_reason,
+    uses_prepare,
+)
+from nxrt_cuda.ops.dsa_geometry import Dims
+from nxrt_cuda.ops.dsa_index_select import DsaIndexSelectFactory, DsaRepairStats, Options
+from nxrt_cuda.ops.dsa_plan import DsaVariant
+from tests.dsa_cases import DTYPES, DsaCase, DsaOperands, random_case
+from tests.dsa_certified_cases import wide_closed_form_cases
+
+HALF_DTYPES = DTYPES[1:]
+SMALL = {"heads": 32, "head_dim": 64}
+PREFILL = {**SMALL, "q_seq": 4 * 132 + 3, "key_seq": 21}
+"""Rows enough for the bias to be looked through first, on the host driver's 132 multiprocessors."""
+
+
+def execute(rt: nx.CudaRuntime, case: DsaCase, options: Options | None = None):
+    """The kernel object that ran ``case``, after a look at what it selected."""
+    kernel, operands = DsaIndexSelectFactory(rt, options or Options()).create(case.node, ()), DsaOperands(rt, case)
+    kernel.execute(operands.inputs, [operands.output])
+    np.testing.assert_array_equal(operands.selected(), case.expected, err_msg=case.name)
+    return kernel
+
+
+# The choice.
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": float32}, "Float32 products are not exact in the tensor cores' formats"),
+        ({"heads": 16}, "16 heads; tensor-core scores take 32 or 64"),
+        ({"head_dim": 96}, "head size 96; tensor-core scores take 64 or 128"),
+        ({"key_seq": 131073}, "131073 keys; a cluster holds rows of 1 to 131072"),
+        ({"key_seq": 0}, "0 keys; a cluster holds rows of 1 to 131072"),
+        ({"q_seq": 0}, "there are no rows"),
+        ({"top_k": 2**31}, "top_k 2147483648 does not fit 31 bits"),
+        ({"capability": (8, 0)}, "tensor-core scores are for compute capability 9.0, this device has 8.0"),
+        ({"capability": (10, 0)}, "tensor-core scores are for compute capability 9.0, this device has 10.0"),
+        ({"aligned": False}, "query or key does not begin at a multiple of 16 bytes"),
+        ({}, None),
+        ({"heads": 32, "head_dim": 64, "dtype": float16, "key_seq": 131072}, None),
+    ],
+)
+def test_the_reason_names_the_limit(change: dict, reason: str | None) -> None:
+    """The choice is one function of dtype, extents, device and alignment."""
+    call = {"dtype": bfloat16, "q_seq": 2, "heads": 64, "head_dim": 128, "key_seq": 500, "top_k": 9} | change
+    dims = Dims(1, call["q_seq"], call["heads"], call["head_dim"], call["key_seq"])
+    capability, aligned = call.get("capability", (9, 0)), call.get("aligned", True)
+    assert uncertified_reason(call["dtype"], dims, call["top_k"], capability, aligned=aligned) == reason
+
+
+def test_the_kernel_says_which_variant_served_and_why(rt: nx.CudaRuntime) -> None:
+    """Per execution; before the first there is none."""
+    case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
+    kernel = nx.create_kernel(rt, case.node)
+    assert kernel.choice is None
+    operands = DsaOperands(rt, case)
+    kernel.execute(operands.inputs, [operands.output])
+    assert kernel.choice.variant is DsaVariant.CERTIFIED
+    shifted = DsaOperands(rt, case, aligned=False)
+    kernel.execute(shifted.inputs, [shifted.output])
+    assert kernel.choice == (DsaVariant.STRICT, "query or key does not begin at a multiple of 16 bytes")
+    np.testing.assert_array_equal(shifted.selected(), operands.selected())
+
+
+def test_strict_alone_can_be_asked_for(rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the factory's options, or by the environment; anything else is refused."""
+    case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
+    assert execute(rt, case, Options(mode="strict")).choice == (DsaVariant.STRICT, "asked for")
+    monkeypatch.setenv("NXRT_CUDA_DSA", "strict")
+    kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case)
+    kernel.execute(operands.inputs, [operands.output])
+    assert kernel.choice.variant is DsaVariant.STRICT
+    monkeypatch.setenv("NXRT_CUDA_DSA", "fast")
+    with pytest.raises(ValueError, match="mode 'fast'; there are auto and strict"):
+        nx.create_kernel(rt, case.node)
+    with pytest.raises(ValueError, match="workspace_bytes = 0 is not positive"):
+        Options(workspace_bytes=0)
+
+
+# What is launched.
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+def test_closed_forms(rt: nx.CudaRuntime, dtype: np.dtype) -> None:
+    """Ties, lengths, masks, NaN and order of operations, through three launches or two."""
+    for case in wide_closed_form_cases(dtype, 3000):
+        execute(rt, case)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("mask", ["none", "random", "causal", "soft"])
+def test_prefill_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, mask: str) -> None:
+    """Three launches hand each other masks, accounts, tiles, scores and norms; an incomplete tile of rows."""
+    kernel = execute(rt, random_case(3, dtype, **PREFILL, top_k=6, mask=mask))
+    assert kernel.choice.variant is DsaVariant.CERTIFIED
+    assert (kernel.launch_stats().score_launches, kernel.launch_stats().selection_launches) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("values", ["normal", "integers", "wide", "special"])
+@pytest.mark.parametrize("key_seq", [1, 33, 256, 257, 700])
+def test_few_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, values: str, key_seq: int) -> None:
+    """Without a look at the bias first: decode steps, several batches, all head sizes."""
+    for heads, head_dim, top_k in ((32, 64, 5), (64, 128, key_seq), (64, 64, max(1, key_seq - 1))):
+        shape = {"batch": 2, "q_seq": 3, "heads": heads, "head_dim": head_dim, "key_seq": key_seq}
+        execute(rt, random_case(key_seq, dtype, **shape, top_k=top_k, values=values))
+
+
+def test_rows_that_select_every_allowed_key_are_not_scored(rt: nx.CudaRuntime) -> None:
+    """Where top_k reaches the number of keys there is no score launch."""
+    kernel = execute(rt, random_case(4, HALF_DTYPES[0], **SMALL, key_seq=30, top_k=30))
+    assert (kernel.launch_stats().score_launches, kernel.launch_stats().selection_launches) == (0, 1)
+
+
+@pytest.mark.parametrize(("batch", "q_seq", "row_limit"), [(1, 11, 4), (5, 3, 7), (3, 9, 1), (2, 4, 100)])
+def test_chunks_of_rows_give_the_same_result(rt: nx.CudaRuntime, batch: int, q_seq: int, row_limit: int) -> None:
+    """Parts of a batch, several batches, single tiles of rows: whatever the workspace allows."""
+    case = random_case(5, HALF_DTYPES[1], **SMALL, batch=batch, q_seq=q_seq, key_seq=90, top_k=8, mask="random")
+    row_bytes = 4 * (92 + 8 + 1)
+    kernel = execute(rt, case, Options(workspace_bytes=row_limit * row_bytes))
+    dims = Dims(batch, q_seq, 32, 64, 90)
+    expected = len(list(chunks(dims, row_limit * row_bytes)))
+    assert kernel.launch_stats().score_launches == expected
+    assert (expected > 1) == (row_limit < batch * q_seq)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 1000])
+def test_any_grid_gives_the_same_result(rt: nx.CudaRuntime, limit: int) -> None:
+    """A bounded grid does the same work in strides, in whole clusters."""
+    case = random_case(6, HALF_DTYPES[0], **PREFILL, top_k=6)
+    kernel = DsaIndexSelectFactory(rt, Options()).create_kernel_with_grid_limit(case.node, limit)
+    operands = DsaOperands(rt, case)
+    kernel.execute(operands.inputs, [operands.output])
+    np.testing.assert_array_equal(operands.selected(), case.expected)
+    assert kernel.launch_stats().last_score_grid_x == min(limit, 132)
+    assert kernel.launch_stats().last_selection_grid_x == min(limit, PREFILL["q_seq"])
+
+
+def test_replays_follow_changed_contents(rt: nx.CudaRuntime) -> None:
+    """Inputs rewritten in place, at fixed addresses, with nothing allocated: masks that widen and narrow included."""
+    shape = {**PREFILL, "top_k": 6}
+    first, *later = (
+        random_case(seed, HALF_DTYPES[1], **shape, mask=mask)
+        for seed, mask in ((1, "random"), (2, "none"), (3, "causal"), (4, "random"))
+    )
+    later = [replace(case, scale=first.scale, weights_scale=first.weights_scale) for case in later]
+    kernel, operands = nx.create_kernel(rt, first.node), DsaOperands(rt, first)
+    kernel.execute(operands.inputs, [operands.output])
+    with rt.capture([kernel]) as graph:
+        kernel.execute(operands.inputs, [operands.output])
+    workspace = kernel.workspace_stats()
+    for case in later:
+        for tensor, array in zip(operands.inputs, case.inputs, strict=True):
+            tensor.copy_from(array)
+        operands.clear()
+        graph.replay()
+        np.testing.assert_array_equal(operands.selected(), case.oracle())
+    assert kernel.workspace_stats() == workspace
+
+
+def test_a_graph_can_be_given_other_operands(rt: nx.CudaRuntime) -> None:
+    """Tensor maps follow, in every chunk of rows."""
+    first, second = (random_case(seed, HALF_DTYPES[1], **SMALL, q_seq=11, key_seq=90, top_k=8) for seed in (1, 2))
+    second = replace(second, scale=first.scale, weights_scale=first.weights_scale)
+    kernel = DsaIndexSelectFactory(rt, Options(workspace_bytes=2000)).create(first.node, ())
+    operands, others = DsaOperands(rt, first), DsaOperands(rt, second)
+    kernel.execute(operands.inputs, [operands.output])
+    with rt.capture([kernel]) as graph:
+        kernel.execute(operands.inputs, [operands.output])
+    old, new = (*operands.inputs, operands.output), (*others.inputs, others.output)
+    graph.rebind(dict(zip(old, new, strict=True)))
+    graph.replay()
+    np.testing.assert_array_equal(others.selected(), second.oracle())
+
+
+def test_repairs_are_counted_on_the_device(rt: nx.CudaRuntime) -> None:
+    """The host driver's scores need none; a kernel that was never certified has no counters."""
+    case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
+    assert execute(rt, case).repair_stats() == DsaRepairStats(0, 0)
+    assert execute(rt, case, Options(mode="strict")).repair_stats() == DsaRepairStats()
+    assert str(DsaRepairStats(1, 2)).splitlines()[0] == "DsaIndexSelect repairs"
+
+
+# The workspace.
+
+
+@pytest.mark.parametrize("limit", [1, 5000, 100_000, 1 << 28])
+@pytest.mark.parametrize("dims", [Dims(1, 1, 64, 128, 7), Dims(3, 33, 32, 64, 700), Dims(7, 2, 64, 64, 131072)])
+def test_chunks_cover_all_rows_once_and_stay_below_the_limit(dims: Dims, limit: int) -> None:
+    """In order; a chunk is above the limit only if it is one tile of rows."""
+    parts = list(chunks(dims, limit))
+    rows = [part.first_row + row for part in parts for row in range(part.rows)]
+    assert rows == list(range(dims.rows))
+    tile_rows = 128 // dims.heads
+    for part in parts:
+        assert part.first_row == part.first_batch * dims.q_seq + part.first_row % dims.q_seq
+        assert part.batch == 1 or part.q_seq == dims.q_seq
+        assert part.rows * 4 * dims.key_seq <= limit or part.rows <= tile_rows
+    layout = CertifiedLayout.of(dims, limit)
+    offsets = (layout.scores_offset, layout.allowed_offset, layout.rows_offset, layout.tiles_offset)
+    assert sorted({*offsets, layout.key_words_offset, layout.nbytes}) == [
+        *offsets,
+        layout.key_words_offset,
+        layout.nbytes,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key_seq", "rows", "cluster", "threads"),
+    [
+        (8192, 512, 1, 256),
+        (8193, 512, 2, 256),
+        (32768, 1024, 4, 256),
+        (65536, 500, 8, 256),
+        (131072, 1, 8, 512),
+        (32768, 32, 8, 256),
+        (500, 1, 1, 256),
+        (4096, 1, 4, 256),
+    ],
+)
+def test_a_row_is_spread_over_blocks_that_hold_it(key_seq: int, rows: int, cluster: int, threads: int) -> None:
+    """Long rows because they must be, few rows because they may."""
+    spec = certify_spec(bfloat16, Dims(1, rows, 64, 128, key_seq), rows, 132)
+    assert (dict(spec.macros)["CLUSTER"], spec.threads) == (str(cluster), threads)
+
+
+def test_the_bias_is_looked_through_first_where_rows_fill_the_device() -> None:
+    """One block takes a tile of rows."""
+    dims = Dims(1, 264, 64, 128, 500)
+    (chunk,) = chunks(dims, 1 << 28)
+    assert uses_prepare(dims, chunk, 132)
+    assert not uses_prepare(dims, replace(chunk, q_seq=262), 132)
+
+
+# The bound.
+
+
+def tensor_core_dot(query: np.ndarray, key: np.ndarray) -> float:
+    """A dot as public models have Hopper's tensor cores compute it.
+
+    Sixteen products and the accumulator are aligned to the greatest exponent, cut after 25 fraction bits, added
+    exactly and cut to f32.
+    """
+    total = Fraction(0)
+    for begin in range(0, len(query), 16):
+        products = [Fraction(float(q)) * Fraction(float(k)) for q, k in zip(query[begin:], key[begin:], strict=True)]
+        terms = [total, *products[:16]]
+        greatest = max(map(abs, terms))
+        if greatest == 0:
+            continue
+        step = Fraction(2) ** (_exponent(greatest) - 25)
+        total = sum((_cut(term, step) for term in terms), Fraction(0))
+        if total != 0:
+            total = _cut(total, Fraction(2) ** (_exponent(abs(total)) - 23))
+    return float(total)
+
+
+def _exponent(value: Fraction) -> int:
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return exponent if Fraction(2) ** exponent <= value else exponent - 1
+
+
+def _cut(value: Fraction, step: Fraction) -> Fraction:
+    """Towards zero, to a multiple of ``step``."""
+    steps = abs(value) // step
+    return (1 if value >= 0 else -1) * steps * step
+
+
+def strict_dot(query: np.ndarray, key: np.ndarray) -> float:
+    """In ascending order, each operation rounded to f32."""
+    total = np.float32(0)
+    for q, k in zip(query.astype(np.float32), key.astype(np.float32), strict=True):
+        total += q * k
+    return float(total)
+
+
+def families(rng: np.random.Generator, depth: int):
+    """Vectors that the roundings of a dot dislike: one large product, then ones just under the step of the cut."""
+    ones = np.ones(depth)
+    large_first = np.full(depth, 2.0**-25 * 1.984375)
+    large_first[0] = 1
+    yield ones, large_first
+    yield np.where(np.arange(depth) == 0, 255 / 128, 2.0**-12 * 255 / 128), np.where(ones == 1, 2.0**-12 * 1.9921875, 0)
+    for _ in range(30):
+        yield rng.standard_normal(depth), rng.standard_normal(depth)
+        yield np.abs(rng.standard_normal(depth)), np.abs(rng.standard_normal(depth))
+        yield (
+            np.ldexp(1.0, -rng.integers(0, 13, depth)),
+            np.ldexp(rng.uniform(1, 2, depth), -rng.integers(0, 13, depth)),
+        )
+
+
+@pytest.mark.parametrize("depth", [64, 128])
+def test_the_bound_on_a_dot_holds_and_is_needed(depth: int) -> None:
+    """Strict and modelled dots lie within their shares of the units; a tenth of them would not do."""
+    strict_units, tensor_units = depth - 1, 10.5 * depth / 16
+    worst = 0.0
+    for pair in families(np.random.default_rng(depth), depth):
+        query, key = (vector.astype(ml_dtypes.bfloat16) for vector in pair)
+        products = [Fraction(float(q)) * Fraction(float(k)) for q, k in zip(query, key, strict=True)]
+        exact, unit = sum(products), float(sum(map(abs, products))) * 2.0**-24
+        strict_error = abs(float(Fraction(strict_dot(query, key)) - exact))
+        tensor_error = abs(float(Fraction(tensor_core_dot(query, key)) - exact))
+        assert strict_error <= strict_units * unit
+        assert tensor_error <= tensor_units * unit
+        worst = max(worst, tensor_error / unit)
+    assert worst > tensor_units / 10
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(32, 64), (32, 128), (64, 64), (64, 128)])
+def test_the_constant_covers_every_rounding(heads: int, head_dim: int) -> None:
+    """The sum of docs/dsa_exactness.md, and a tenth in hand."""
+    strict = (head_dim - 1) + 1 + 1 + (heads - 1)
+    fast = 10.5 * head_dim / 16 + 1 + heads / 4 + 2
+    assert 1.1 * (strict + fast) <= error_units(heads, head_dim) < 1.1 * (strict + fast) + 1
+    scale = error_scale(heads, head_dim, 0.1)
+    assert scale == np.float32(scale)
+    assert scale >= error_units(heads, head_dim) * 2.0**-24 * np.float32(0.1)
+
+
+def test_the_floor_of_norms_covers_elements_below_the_normal_range() -> None:
+    """Each element counts at least as the least normal f16, or as one whose square is still an f32."""
+    assert norm_floor(float16, 64) == 8 * float(np.finfo(np.float16).smallest_normal)
+    assert norm_floor(bfloat16, 64) == 8 * 2.0**-62
