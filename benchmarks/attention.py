@@ -40,9 +40,9 @@ _PEERS = {
     "torch flash": "FLASH_ATTENTION",
     "torch cuDNN": "CUDNN_ATTENTION",
     "torch efficient": "EFFICIENT_ATTENTION",
-    "torch math": "MATH",
 }
-_F32_PEERS = ("torch efficient", "torch math")
+_F32_PEERS = ("torch efficient",)
+_HALF_PEERS = ("torch flash", "torch cuDNN")
 
 
 @dataclass(frozen=True)
@@ -98,21 +98,22 @@ class Case:
         return (self.nbytes / ms * 1e-9, "TB/s") if self.is_decode else (self.flops / ms * 1e-9, "TFLOP/s")
 
 
-def _prefill(dtype: str, seq: int, head_dim: int) -> Iterator[Case]:
+def _prefill(dtype: str, batch: int, heads: int, kv_heads: int, seq: int, head_dim: int) -> Iterator[Case]:
     for causal in (True, False):
-        yield Case(dtype, 1, 16, 16, seq, seq, head_dim, causal)
-
-
-def _decode(dtype: str) -> Case:
-    return Case(dtype, 8, 32, 8, 1, 8192, 128, causal=False)
+        yield Case(dtype, batch, heads, kv_heads, seq, seq, head_dim, causal)
 
 
 CASES = (
-    *(case for dtype in _DTYPES for seq in (2048, 4096, 8192) for case in _prefill(dtype, seq, 128)),
-    *(case for dtype in _DTYPES for case in _prefill(dtype, 4096, 64)),
-    # No multiple of 16: the variant without tensor cores.
-    *_prefill("f16", 4096, 120),
-    *(_decode(dtype) for dtype in _DTYPES),
+    # 16384 tokens in shorter and longer rows: the shapes that FlashAttention-3 and cuDNN are compared on.
+    *(c for batch in (32, 16, 8, 4, 2, 1) for c in _prefill("bf16", batch, 16, 16, 16384 // batch, 128)),
+    *(c for batch in (32, 8, 2, 1) for c in _prefill("bf16", batch, 32, 32, 16384 // batch, 64)),
+    # Groups of query heads, and few tiles.
+    *(c for seq in (2048, 8192) for c in _prefill("bf16", 1, 32, 8, seq, 128)),
+    *(c for batch in (8, 1) for c in _prefill("f16", batch, 16, 16, 16384 // batch, 128)),
+    # The kernels for every device.
+    *_prefill("f32", 1, 16, 16, 4096, 128),
+    *_prefill("bf16", 1, 16, 16, 4096, 100),
+    *(Case(dtype, 8, 32, 8, 1, 8192, 128, causal=False) for dtype in ("bf16", "f32")),
 )
 
 _QUICK_CASES = (
@@ -219,7 +220,7 @@ def _torch_peers(
     tensors = [tuple(map(peer.view, operands.inputs)) for operands in sets]
     return {
         name: Peer(partial(_sdpa, peer.torch, _PEERS[name], case, tensors), partial(_judge, spots=spots))
-        for name in (_F32_PEERS if case.dtype == "f32" else _PEERS)
+        for name in (_F32_PEERS if case.dtype == "f32" else _HALF_PEERS)
     }
 
 

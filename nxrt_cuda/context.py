@@ -160,6 +160,9 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
+_capturing: set[Session] = set()
+"""The sessions of this process that have a capture open."""
+
 
 class _Gate:
     """The lock of one runtime: re-entrant, and kept by a capturing thread until its capture has ended.
@@ -184,20 +187,26 @@ class _Gate:
             CaptureError: this thread captures on another runtime; or the thread whose capture keeps this one
                 closed has ended.
         """
-        capturing = _thread.capturing
-        if capturing is not None and capturing.lock is not self:
+        if self._lock.acquire(False):
+            if not _capturing:
+                return
+            capturing = _thread.capturing
+            if capturing is not None and capturing.lock is self:
+                return
+            if capturing is None and self.capturer is None:
+                return
+            # A new thread may go by the identifier of one that has ended, which is all that the lock knows it by.
+            self._lock.release()
+            if capturing is None:
+                self._check_capturer()
+        if _thread.capturing is not None:
             raise CaptureError(
                 "this call is illegal while this thread captures a CUDA graph on another runtime, which would not "
                 "record it; make it before or after the capture",
                 operation="another runtime",
                 state="capturing",
             )
-        if not self._lock.acquire(False):
-            while not self._lock.acquire(timeout=_PATIENCE):
-                self._check_capturer()
-        if self.capturer is not None and capturing is None:
-            # A new thread may go by the identifier of one that has ended, which is all that the lock knows it by.
-            self._lock.release()
+        while not self._lock.acquire(timeout=_PATIENCE):
             self._check_capturer()
 
     def acquire_within(self, seconds: float) -> bool:
@@ -330,12 +339,14 @@ class Session:
         self.capturing = True
         self.lock.capturer = threading.current_thread()
         _thread.capturing = self
+        _capturing.add(self)
 
     def leave_capture(self) -> None:
         """The calling thread's capture has ended."""
         self.capturing = False
         self.lock.capturer = None
         _thread.capturing = None
+        _capturing.discard(self)
 
     def enqueued(self, label: str) -> None:
         """Note work that the next asynchronous fault may come from."""
@@ -418,6 +429,7 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def _refuse_after_fork() -> None:
     PrimaryContext._lock = threading.Lock()
     _thread.capturing = None
+    _capturing.clear()
     for session in _sessions:
         # The parent's thread may have held the lock; this child owns nothing that it guards.
         session.lock = _Gate()

@@ -137,6 +137,8 @@ class KernelSpec:
         contract: whether the compiler may fuse ``a * b + c``.
         code: CUDA C++ text that is not a file of this package.
         arch: the one architecture it can be compiled for, e.g. ``"sm_90a"``; None for any.
+        changeable: the numbers that a recorded graph may change; None for all. An operator that checked its
+            sizes, or folded a number into another launch, leaves them out.
 
     Raises:
         LaunchError: a parameter's kind is unknown.
@@ -150,6 +152,7 @@ class KernelSpec:
     contract: bool = True
     code: str | None = None
     arch: str | None = None
+    changeable: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, kind in self.params:

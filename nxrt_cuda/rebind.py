@@ -181,6 +181,12 @@ class _Update:
                 position = names.index(parameter)
                 if spec.params[position].is_address:
                     raise self._refused(f"'{parameter}' of {spec.entry} is an address; give the tensor to replace")
+                if spec.changeable is not None and parameter not in spec.changeable:
+                    free = ", ".join(spec.changeable) or "none"
+                    raise self._refused(
+                        f"'{parameter}' of {spec.entry} belongs to what its operator has checked; numbers that may "
+                        f"change: {free}. Record the graph again"
+                    )
                 self._change(segment, node).scalars[position] = value
 
     def _launches(self, launch: int | str) -> list[tuple[Segment, Node]]:

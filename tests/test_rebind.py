@@ -493,3 +493,18 @@ def test_rebinding_leaks_nothing(rt: nx.CudaRuntime, step: Step) -> None:
     assert step.y.numpy()[0] == 2 * 1999 + 1
     assert rt.stats().live_bytes - live <= 4096
     assert rt._driver.live().graph_execs == before.graph_execs
+
+
+def test_numbers_that_an_operator_has_checked_stay(rt: nx.CudaRuntime) -> None:
+    """Sizes reach the device as addresses do; the scale of the strict selection may change."""
+    shapes = ((1, 2, 1, 4), (1, 5, 4), (1, 2, 1), (1, 1, 2, 5))
+    inputs, selected = [rt.zeros(shape, nx.float32) for shape in shapes], rt.empty((1, 1, 2, 3), nx.int64)
+    kernel = nx.create_kernel(rt, nx.Node("DsaIndexSelect", "pkg.nxrt", {"top_k": 3, "scale": 1.0}))
+    kernel.execute(inputs, [selected])
+    with rt.capture([kernel]) as graph:
+        kernel.execute(inputs, [selected])
+    with pytest.raises(nx.GraphError, match="'key_seq' of dsa_index_select_score belongs to what its operator"):
+        graph.rebind(scalars={("dsa_index_select_score", "key_seq"): 6})
+    graph.rebind(scalars={("dsa_index_select_score", "scale"): 2.0})
+    graph.replay()
+    assert selected.numpy().tolist() == [[[[0, 1, 2]] * 2]]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import nxrt_cuda as nx
+from nxrt_cuda import context
 from nxrt_cuda.driver.host import HostDriver
 from nxrt_cuda.runtime import _open_runtimes
-from tests.small_kernels import ADD_ONE, HOST_ENTRIES, SCALE, SLOW, Background, open_on
+from tests.small_kernels import ADD_ONE, HOST_ENTRIES, SCALE, SLOW, Background, on_thread, open_on
 
 
 def test_launches_of_many_threads_all_run(rt: nx.CudaRuntime) -> None:
@@ -231,8 +232,11 @@ def test_two_threads_that_capture_on_two_runtimes_and_touch_each_other_s_are_ref
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_thread_that_ends_in_a_capture_is_named_to_those_who_wait(before: bool) -> None:
+def test_a_thread_that_ends_in_a_capture_is_named_to_those_who_wait(
+    monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
     """To those who come later, and to those who wait already: nobody can end its capture any more."""
+    monkeypatch.setattr(context, "_PATIENCE", 0.01)
     runtime = open_on(HostDriver(HOST_ENTRIES))
     may_end = threading.Event()
 
@@ -254,6 +258,8 @@ def test_a_thread_that_ends_in_a_capture_is_named_to_those_who_wait(before: bool
 
     with Background(wait):
         may_end.set()
+    for _ in range(50):  # One or another goes by the identifier of the thread that ended.
+        on_thread(wait)
     with pytest.raises(nx.CaptureError, match="the thread 'careless'"):
         runtime.close()
     _open_runtimes.discard(runtime)

@@ -76,6 +76,7 @@ from nxrt_cuda.ops.attention_variants import (
     lowest_bit,
 )
 from nxrt_cuda.ops.operands import LastOperands, check_memory
+from nxrt_cuda.ops.plan_cache import PlanCache
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
 from nxrt_cuda.workspace import Workspace, WorkspaceSlot
@@ -94,9 +95,6 @@ __all__ = [
 ]
 
 _OPERAND_NAMES = (*INPUT_NAMES, "output")
-
-_PLAN_LIMIT = 64
-"""Layouts whose launches are kept prepared; decoding meets a new one with every token."""
 
 _MAP_LIMIT = 64
 """Tensor maps that a plan keeps encoded."""
@@ -216,7 +214,7 @@ class AttentionKernel(Kernel):
     def __init__(self, runtime: CudaRuntime, attributes: AttentionAttributes) -> None:
         self._runtime = runtime
         self._attributes = attributes
-        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._plans: PlanCache[tuple[object, ...], _Plan] = PlanCache()
         self._ledger = _LaunchLedger(_process_ledger)
         self._last: LastOperands[tuple[_Plan, WorkspaceSlot | None]] = LastOperands(runtime)
         self._workspace = Workspace(runtime, attributes.op, _process_workspaces)
@@ -261,13 +259,13 @@ class AttentionKernel(Kernel):
         alignment = _alignment((*operands[:3], operands[-1]))
         mask_alignment = _alignment((operands[3],))
         key = (alignment, mask_alignment, *metadata)
-        plan = self._plans.get(key)
+        plan = self._plans.find(key)
         if plan is None:
             geometry = AttentionGeometry.resolve(self._attributes, metadata[:-1], metadata[-1])
         check_memory(op, self._runtime, _OPERAND_NAMES, inputs, outputs)
         if plan is None:
             plan = self._plan(outputs[0].dtype, geometry, alignment, mask_alignment)
-            self._remember(key, plan)
+            self._plans.keep(key, plan)
         counters = None
         if plan.prepared is not None:
             addresses = [0 if view is None else view.ptr for view in operands]
@@ -315,11 +313,6 @@ class AttentionKernel(Kernel):
         if variant is AttentionVariant.SM90:
             maps = _TensorMaps(runtime, dtype, sm90.map_layouts(geometry))
         return _Plan(choice, config, runtime.prepare(function, config, *arguments, op=op), maps)
-
-    def _remember(self, key: tuple[object, ...], plan: _Plan) -> None:
-        if len(self._plans) >= _PLAN_LIMIT:
-            del self._plans[next(iter(self._plans))]
-        self._plans[key] = plan
 
     def workspace_requirement(self, inputs: Sequence[TensorMetadata]) -> WorkspaceRequirement:
         """None; raises as :meth:`execute` does where the inputs do not fit."""

@@ -171,6 +171,8 @@ def attention_spec(
         threads=_threads(variant, geometry),
         macros=tuple((name, str(value)) for name, value in macros.items()),
         arch=sm90.ARCH if variant is AttentionVariant.SM90 else None,
+        # The Hopper kernel was chosen because the scale is positive.
+        changeable=() if variant is AttentionVariant.SM90 else ("scale",),
     )
 
 

@@ -277,6 +277,7 @@ def prepare_spec(heads: int) -> KernelSpec:
         params=_PREPARE_PARAMS,
         threads=_PREPARE_THREADS,
         macros=(("ELEMENT", float16.cuda), ("TILE_ROWS", str(_COLUMNS // heads))),
+        changeable=(),
     )
 
 
@@ -311,6 +312,7 @@ def score_spec(dtype: DataType, heads: int, head_dim: int) -> KernelSpec:
         threads=_SCORE_THREADS,
         macros=_text(macros),
         arch=_ARCH,
+        changeable=(),
     )
 
 
@@ -359,6 +361,7 @@ def _certify_spec(dtype: DataType, heads: int, head_dim: int, cluster: int, thre
         macros=_text(macros),
         contract=False,
         arch=_ARCH,
+        changeable=(),
     )
 
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nxrt_cuda.dtype import DataType, float32, int64, uint64
-from nxrt_cuda.errors import KernelError
+from nxrt_cuda.errors import KernelError, UnsupportedError
 from nxrt_cuda.kernel import (
     CaptureSupport,
     DeviceGraphResource,
@@ -55,6 +55,7 @@ from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, c
 from nxrt_cuda.ops.dsa_plan import Addresses, Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
 from nxrt_cuda.ops.dsa_variants import ACCESS_BYTES, ELEMENT_TYPES
 from nxrt_cuda.ops.operands import LastOperands, check_memory, operand_label
+from nxrt_cuda.ops.plan_cache import PlanCache
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
 from nxrt_cuda.workspace import Workspace, WorkspaceSlot
@@ -78,10 +79,8 @@ __all__ = [
 
 _OPERAND_NAMES = (*INPUT_NAMES, "selected_indices")
 _OUTPUT = len(INPUT_NAMES)
+_LEAST_CAPABILITY = (8, 0)
 _I64_MAX = 2**63 - 1
-
-_PLAN_LIMIT = 64
-"""Shapes whose launches are kept prepared; decoding meets a new one with every token."""
 
 
 # Statistics.
@@ -205,7 +204,7 @@ class DsaIndexSelectKernel(Kernel):
         self._max_grid_x = max_grid_x
         self._workspace = Workspace(runtime, OP, _process_workspaces)
         self._launches = _LaunchLedger(_process_launches)
-        self._plans: dict[_PlanKey, Plan] = {}
+        self._plans: PlanCache[_PlanKey, Plan] = PlanCache()
         self._last: LastOperands[tuple[Plan, WorkspaceSlot]] = LastOperands(runtime)
         self._choice: DsaChoice | None = None
         self._counters: TensorMut | None = None
@@ -242,10 +241,10 @@ class DsaIndexSelectKernel(Kernel):
         query, key, weights, bias, out = operands
         metadata = tuple([view.metadata for view in operands])
         aligned = (query.ptr | key.ptr) % ACCESS_BYTES == 0
-        plan = self._plans.get((aligned, metadata))
+        plan = self._plans.find((aligned, metadata))
         if plan is None:
             plan, slot = self._plan(self._check_metadata(metadata), query.dtype, aligned)
-            self._remember((aligned, metadata), plan)
+            self._plans.keep((aligned, metadata), plan)
         else:
             slot = self._workspace.candidate(plan.nbytes)
         self._last.forget()
@@ -343,18 +342,21 @@ class DsaIndexSelectKernel(Kernel):
             runtime, dims, dtype, attributes, certified, max_grid_x=limit, counters=self._counters
         ), slot
 
-    def _remember(self, key: _PlanKey, plan: Plan) -> None:
-        if len(self._plans) == _PLAN_LIMIT:
-            del self._plans[next(iter(self._plans))]
-        self._plans[key] = plan
-
 
 class DsaIndexSelectFactory(KernelFactory):
     """Makes DsaIndexSelect kernels; by default with the options that the environment names."""
 
     def __init__(self, runtime: CudaRuntime, options: Options | None = None) -> None:
+        """
+        Raises:
+            UnsupportedError: the device is older than the selection kernel's warp reductions.
+        """
         super().__init__(runtime)
         self._options = options or Options.from_environment()
+        major, minor = runtime.capabilities.compute_capability
+        if (major, minor) < _LEAST_CAPABILITY:
+            least = "{}.{}".format(*_LEAST_CAPABILITY)
+            raise UnsupportedError(f"{OP} needs compute capability {least} or later; this device has {major}.{minor}")
 
     def create(self, node: Node, shapes: Sequence[tuple[int, ...] | None]) -> DsaIndexSelectKernel:
         """A kernel for ``node``; it takes any shapes.

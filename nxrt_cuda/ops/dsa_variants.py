@@ -88,6 +88,7 @@ def score_spec(dtype: DataType, tile: ScoreTile, head_dim: int, *, aligned: bool
         threads=_SCORE_THREADS,
         macros=tuple((name, str(value)) for name, value in macros.items()),
         contract=False,
+        changeable=("scale", "weights_scale"),
     )
 
 
@@ -103,6 +104,7 @@ def _select_spec(threads: int) -> KernelSpec:
         params=_SELECT_PARAMS,
         threads=threads,
         contract=False,
+        changeable=(),
     )
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Run the GPU tests under compute-sanitizer: memcheck over all of them, racecheck over those of the kernels.
+# Of the certified selection's tests, those with large shapes and many random rows are left out: they take hours.
 #
 #     tests/gpu/sanitize.sh [LOG_DIRECTORY]
 #
@@ -27,9 +28,11 @@ check() { # tool, name, pytest arguments
 rm -f "$logs/failed"
 check memcheck attention tests/gpu/test_attention_gpu.py &
 check memcheck dsa tests/gpu/test_dsa_gpu.py &
+check memcheck certified tests/gpu/test_dsa_certified_gpu.py -k "small_shapes or chunks" &
 check memcheck rest tests/gpu --ignore tests/gpu/test_attention_gpu.py --ignore tests/gpu/test_dsa_gpu.py \
-  --ignore tests/gpu/test_speed_gpu.py &
+  --ignore tests/gpu/test_dsa_certified_gpu.py --ignore tests/gpu/test_speed_gpu.py &
 check racecheck attention tests/gpu/test_attention_gpu.py &
 check racecheck dsa tests/gpu/test_dsa_gpu.py &
+check racecheck certified tests/gpu/test_dsa_certified_gpu.py -k "small_shapes or chunks" &
 wait
 [ ! -e "$logs/failed" ]

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import nxrt_cuda as nx
-from nxrt_cuda.testing import count
 from tests.attention_cases import (
     BF16,
-    DTYPES,
     F16,
     F32,
     INF,
     NAN,
     AttentionCase,
     AttentionOperands,
-    averaging,
     check_case,
     closed_form_cases,
-    many_planes,
-    oracle_cases,
     random_case,
     run,
-    sweep_bounds,
-    sweep_errors,
+)
+from tests.ops import test_attention
+
+# Collected here, they run on this file's runtime.
+from tests.ops.test_attention import (  # noqa: F401
+    test_addresses_need_no_more_than_the_elements_alignment,
+    test_closed_forms,
+    test_lengths_out_of_range_are_clamped_and_reported,
+    test_magnitude_sweep,
+    test_more_planes_than_the_grid_has_in_y,
+    test_oracle_cases,
+    test_recorded_encoder_tensors,
+    test_reruns_and_batch_mates,
+)
+from tests.ops.test_attention_capture import (  # noqa: F401
+    test_lengths_rewritten_on_the_device_take_effect_at_the_next_replay,
+    test_replays_are_byte_identical_to_eager_runs,
 )
 
 
@@ -39,31 +48,10 @@ def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
         yield runtime
 
 
-@pytest.mark.parametrize("case", closed_form_cases(), ids=str)
-def test_closed_forms(rt: nx.CudaRuntime, case: AttentionCase) -> None:
-    """The answers that follow from the definition."""
-    check_case(run(rt, case), case)
-
-
 @pytest.mark.parametrize("case", [case for case in closed_form_cases() if case.dtype == F16], ids=str)
 def test_closed_forms_off_the_alignment_of_tensor_maps(rt: nx.CudaRuntime, case: AttentionCase) -> None:
     """The portable tensor-core kernel answers alike where the device has a kernel of its own for aligned operands."""
     check_case(run(rt, case, offset=4), case)
-
-
-@pytest.mark.parametrize("case", oracle_cases(), ids=str)
-def test_oracle_cases(rt: nx.CudaRuntime, case: AttentionCase) -> None:
-    """Every head size, tile tail and feature, in every dtype."""
-    check_case(run(rt, case), case)
-
-
-@pytest.mark.parametrize("last_row_only", [False, True], ids=["prefill", "decode"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-def test_magnitude_sweep(rt: nx.CudaRuntime, dtype: np.dtype, last_row_only: bool) -> None:
-    """Relative error stays at the rounding of the element type at every length and magnitude."""
-    absolute, relative = sweep_errors(lambda case: run(rt, case), dtype, last_row_only=last_row_only)
-    assert absolute < sweep_bounds(dtype)[0]
-    assert relative < sweep_bounds(dtype)[1]
 
 
 @pytest.mark.parametrize(("dtype", "beyond_rounding"), [(F32, 20), (F16, 1.5), (BF16, 1.5)], ids=str)
@@ -95,109 +83,6 @@ def test_each_variant_runs(rt: nx.CudaRuntime) -> None:
         kernel.execute(operands.inputs, [operands.output])
         check_case(operands.result(), case)
         assert kernel.launch_stats().variant == variant
-
-
-@pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 65537)])
-def test_more_planes_than_the_grid_has_in_y(rt: nx.CudaRuntime, batch: int, heads: int) -> None:
-    """Planes are laid out along x, where 2**31 - 1 blocks fit."""
-    case = many_planes(batch, heads)
-    check_case(run(rt, case), case)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-@pytest.mark.parametrize("offset", [1, 2, 4])
-def test_addresses_need_no_more_than_the_elements_alignment(rt: nx.CudaRuntime, dtype: np.dtype, offset: int) -> None:
-    """Narrower accesses serve operands that are not aligned to 16 bytes."""
-    for seq_q in (1, 70):
-        case = random_case(2, dtype, heads=2, seq_q=seq_q, seq_k=100, head_dim=32)
-        check_case(run(rt, case, offset=offset), case)
-
-
-def test_recorded_encoder_tensors(rt: nx.CudaRuntime, data: Path) -> None:
-    """Queries, keys and values of a real encoder, with its padding mask."""
-    with np.load(data / "sentence_attention.npz") as archive:
-        query, key, value, mask = (archive[name] for name in ("query", "key", "value", "attn_mask"))
-    case = AttentionCase("encoder", query, key, value, np.empty(query.shape), mask=mask)
-    check_case(run(rt, case), replace(case, expected=case.oracle()))
-
-
-def test_lengths_out_of_range_are_clamped_and_reported(rt: nx.CudaRuntime) -> None:
-    """The result is that of the clamped lengths; the code stays latched until it is reset."""
-    rt.reset_capture_error()
-    for dtype, seq_q in ((F32, 2), (F16, 2), (F32, 1), (F16, 1)):
-        allowed = averaging("in-range", seq_q, 16, lambda b, i: range(16 * b), batch=2, total=[0, 16], dtype=dtype)
-        check_case(run(rt, allowed), allowed)
-        assert rt.check_capture_error() == nx.CaptureErrorCode.NONE
-        check_case(run(rt, replace(allowed, total=[-(2**31), 2**31 - 1])), allowed)
-        assert rt.check_capture_error() == nx.CaptureErrorCode.TOTAL_LENGTH
-        check_case(run(rt, replace(allowed, past=[-(2**31), 2**31 - 1])), allowed)
-        assert rt.check_capture_error() == nx.CaptureErrorCode.TOTAL_LENGTH | nx.CaptureErrorCode.PAST_LENGTH
-        rt.reset_capture_error()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-@pytest.mark.parametrize("seq_q", [33, 1])
-def test_reruns_and_batch_mates(rt: nx.CudaRuntime, dtype: np.dtype, seq_q: int) -> None:
-    """50 runs give the same bits, and a batch element alone gives those of its place in the batch."""
-    shape = {"batch": 3, "heads": 4, "kv_heads": 2, "seq_q": seq_q, "seq_k": 700, "head_dim": 64}
-    case = random_case(38, dtype, **shape, causal=True, total=[700, 41, 9])
-    kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case)
-    first = None
-    for _ in range(50):
-        operands.clear()
-        kernel.execute(operands.inputs, [operands.output])
-        first = operands.result() if first is None else first
-        np.testing.assert_array_equal(operands.result(), first)
-    check_case(first, case)
-    for b in range(3):
-        np.testing.assert_array_equal(run(rt, case.alone(b)), first[b : b + 1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-@pytest.mark.parametrize("seq_q", [70, 1])
-def test_replays_are_byte_identical_to_eager_runs(rt: nx.CudaRuntime, dtype: np.dtype, seq_q: int) -> None:
-    """Only buffer contents change between replays."""
-    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_q": seq_q, "seq_k": 150, "head_dim": 64}
-    first, *later = (
-        random_case(seed, dtype, **shape, mask_planes=(2, 4), causal=True, total=[150, 90]) for seed in range(4)
-    )
-    kernel, operands = nx.create_kernel(rt, first.node), AttentionOperands(rt, first)
-    kernel.execute(operands.inputs, [operands.output])
-    with rt.capture([kernel]) as graph:
-        kernel.execute(operands.inputs, [operands.output])
-    assert graph.node_types == ("KERNEL",)
-    for case in (first, *later):
-        for tensor, array in zip(operands.inputs, (case.query, case.key, case.value, case.mask), strict=False):
-            tensor.copy_from(array)
-        operands.clear()
-        graph.replay()
-        replayed = operands.result()
-        operands.clear()
-        kernel.execute(operands.inputs, [operands.output])
-        np.testing.assert_array_equal(replayed, operands.result())
-        check_case(replayed, case)
-
-
-@pytest.mark.parametrize("seq_q", [4, 1])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-def test_lengths_rewritten_on_the_device_take_effect_at_the_next_replay(
-    rt: nx.CudaRuntime, dtype: np.dtype, seq_q: int
-) -> None:
-    """Shorter, longer than at capture, and zero: each replay equals an eager run with those lengths."""
-    shape = {"batch": 2, "heads": 2, "seq_q": seq_q, "seq_k": 200, "head_dim": 16}
-    case = random_case(39, dtype, **shape, causal=True, total=[4, 4], past=[0, 0])
-    kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case)
-    kernel.execute(operands.inputs, [operands.output])
-    with rt.capture([kernel]) as graph:
-        kernel.execute(operands.inputs, [operands.output])
-    for total in ([4, 4], [200, 18], [0, 7], [70, 200]):
-        past = [max(length - seq_q, 0) for length in total]
-        operands.inputs[4].copy_from(np.array(total, np.int32))
-        operands.inputs[5].copy_from(np.array(past, np.int32))
-        operands.clear()
-        graph.replay()
-        now = replace(case, total=total, past=past)
-        check_case(operands.result(), replace(now, expected=now.oracle()))
 
 
 LONG = {"batch": 2, "heads": 6, "kv_heads": 2, "seq_q": 500, "seq_k": 700}
@@ -264,12 +149,7 @@ def test_a_tile_counter_is_left_at_zero(rt: nx.CudaRuntime) -> None:
         check_case(operands.result(), case)
 
 
-def test_a_warmed_call_is_one_launch(rt: nx.CudaRuntime) -> None:
-    """No allocation, copy, compile or wait after the first call of a layout."""
+def test_a_warmed_call_allocates_copies_and_compiles_nothing(rt: nx.CudaRuntime) -> None:
+    """With tiles of a device."""
     case = random_case(1, F16, batch=2, heads=4, kv_heads=2, seq_q=70, seq_k=90, head_dim=64)
-    kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case)
-    kernel.execute(operands.inputs, [operands.output])
-    with count(rt) as seen:
-        kernel.execute(operands.inputs, [operands.output])
-    assert (seen.launches, seen.allocations, seen.htod_copies, seen.dtoh_copies, seen.compiles) == (1, 0, 0, 0, 0)
-    assert seen.stats.synchronizations == 0
+    test_attention.test_a_warmed_call_allocates_copies_and_compiles_nothing(rt, case)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import nxrt_cuda as nx
+from nxrt_cuda.driver.host import HostDriver
 from nxrt_cuda.ops.dsa_index_select import DsaIndexSelectFactory
 from tests.dsa_cases import DTYPES, DsaCase, DsaOperands, random_case
+from tests.small_kernels import open_on
 
 SHAPE = {"batch": 2, "q_seq": 3, "heads": 4, "head_dim": 6, "key_seq": 10}
 B, S, H, D, T, K = 2, 3, 4, 6, 10, 5
@@ -362,3 +364,11 @@ def test_metadata_is_checked_like_operands(rt: nx.CudaRuntime) -> None:
     shapes = [(huge, 1, 1, 1), (huge, 8, 1), (huge, 1, 1), (huge, 1, 1, 8)]
     with pytest.raises(nx.KernelError, match="score workspace byte count overflow"):
         kernel.workspace_requirement([nx.TensorMetadata(nx.float16, shape) for shape in shapes])
+
+
+def test_a_device_without_warp_reductions_is_refused() -> None:
+    """Before anything is compiled; __reduce_add_sync came with compute capability 8.0."""
+    turing = HostDriver({}, attributes={"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5})
+    node = nx.Node("DsaIndexSelect", "pkg.nxrt", {"top_k": 1, "scale": 1.0})
+    with open_on(turing) as rt, pytest.raises(nx.UnsupportedError, match=r"capability 8\.0 or later; .* has 7\.5"):
+        nx.create_kernel(rt, node)
