@@ -274,6 +274,8 @@ def _read_program(spec: KernelSpec, arch: str) -> _Program:
     headers, cuda_headers = included_kernel_headers(source, kernel_directory())
     options = (
         "--std=c++17",
+        # Lambdas are device code; NVRTC 13.0 takes generic ones for host code without this.
+        "--device-as-default-execution-space",
         "--ptxas-options=-v",
         *(() if spec.contract else ("--fmad=false",)),
         f"-DTHREADS={spec.threads}",

@@ -195,7 +195,10 @@ def test_an_error_carries_the_whole_log(kernels: Path, cache: ProgramCache) -> N
     assert "common/half.cuh(1): error" in error.log
     assert "store [ELEMENT=float VALUE=3] of kernels/broken.cu does not compile for sm_90a" in str(error)
     assert (error.source, error.arch) == ("kernels/broken.cu", "sm_90a")
-    assert error.options == ("--std=c++17", "--ptxas-options=-v", "-DTHREADS=64", "-DELEMENT=float", "-DVALUE=3")
+    assert error.options == (
+        *("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"),
+        *("-DTHREADS=64", "-DELEMENT=float", "-DVALUE=3"),
+    )
     assert not cache.directory.exists()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,8 +13,7 @@ import pytest
 import nxrt_cuda as nx
 from tests.gpu_record import NO_GPU, RECORD, source_digest
 
-_outcomes: Counter[str] = Counter()
-_started = time.monotonic()
+_outcomes: dict[str, Counter[str]] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,32 +42,43 @@ def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "tests/gpu/" in report.nodeid and (report.when == "call" or report.outcome != "passed"):
-        _outcomes[report.outcome] += 1
+    file = report.nodeid.split("::", 1)[0]
+    if file.startswith("tests/gpu/") and (report.when == "call" or report.outcome != "passed"):
+        _outcomes.setdefault(file, Counter())[report.outcome] += 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist; the controller sees all reports
     if is_worker or not session.config.getoption("--record"):
         return
-    if not _outcomes["passed"] or _outcomes["failed"]:
-        raise pytest.UsageError(f"nothing to record: {dict(_outcomes)}")
+    total = sum(_outcomes.values(), Counter())
+    if not total["passed"] or total["failed"]:
+        raise pytest.UsageError(f"nothing to record: {dict(total)}")
     RECORD.write_text(json.dumps(_record(), indent=2) + "\n")
 
 
 def _record() -> dict[str, object]:
+    """This run, file by file, added to what was recorded of the same sources and tests."""
     from nxrt_cuda.driver.cuda import CudaDriver
     from nxrt_cuda.nvrtc import load_nvrtc
 
     driver = CudaDriver()
     version = driver.driver_version()
-    return {
+    run = {
         "sources": source_digest(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": driver.device_name(0),
         "driver": f"{version // 1000}.{version % 1000 // 10}",
         "nvrtc": str(load_nvrtc()),
-        "passed": _outcomes["passed"],
-        "skipped": _outcomes["skipped"],
-        "seconds": round(time.monotonic() - _started, 1),
+    }
+    files = {file: {"passed": seen["passed"], "skipped": seen["skipped"]} for file, seen in _outcomes.items()}
+    if RECORD.exists():
+        earlier = json.loads(RECORD.read_text())
+        if all(earlier[name] == value for name, value in run.items()):
+            files = {**earlier["files"], **files}
+    return {
+        **run,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "passed": sum(file["passed"] for file in files.values()),
+        "skipped": sum(file["skipped"] for file in files.values()),
+        "files": dict(sorted(files.items())),
     }

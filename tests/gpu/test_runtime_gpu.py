@@ -253,7 +253,7 @@ def test_a_workspace_keeps_its_address_through_capture_and_replay(rt: nx.CudaRun
     np.testing.assert_array_equal(target, [0, 2, 4, 6])
 
 
-@pytest.mark.parametrize("stream", [0, 1, 2])
+@pytest.mark.parametrize("stream", [0, 1])
 def test_the_driver_s_default_streams_run_and_cannot_be_captured(gpu: str, stream: int) -> None:
     with nx.open_runtime("cuda:0", stream=stream) as runtime:
         x = runtime.zeros((4,), nx.float32)
@@ -443,7 +443,7 @@ def test_a_torch_tensor_is_held_until_the_work_on_it_is_done(rt: nx.CudaRuntime)
     theirs = torch.zeros(1 << 20, device="cuda")
     mine = rt.from_array(theirs)
     address = theirs.data_ptr()
-    rt.launch(SLOW.prepare(rt, 1, 100))
+    rt.launch(SLOW.prepare(rt, 1, 1000))
     rt.launch(ADD_ONE.prepare(rt, 1 << 20, mine, 1 << 20))
     del theirs, mine
     gc.collect()
@@ -520,7 +520,8 @@ add = ADD_ONE.prepare(rt, 4, x, 4)
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(script)],
+        # Python 3.12 warns of every fork in a process with threads, which a CUDA process has.
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", PRELUDE + textwrap.dedent(script)],
         capture_output=True,
         text=True,
         timeout=120,
