@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from nxrt_cuda.dtype import DataType
+from nxrt_cuda.errors import KernelError
 from nxrt_cuda.launch import KernelSpec, PreparedLaunch, TensorMap
 from nxrt_cuda.ops import dsa_certified as certified
 from nxrt_cuda.ops import dsa_variants as strict
@@ -64,7 +65,7 @@ class Options:
         workspace_bytes: what the certified variant keeps its workspace below, as far as one tile of rows allows.
 
     Raises:
-        ValueError: the mode is neither, or the size is not positive.
+        KernelError: the mode is neither, or the size is not positive.
     """
 
     mode: str = "auto"
@@ -72,14 +73,14 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
-            raise ValueError(f"DsaIndexSelect mode {self.mode!r}; there are {' and '.join(_MODES)}")
+            raise KernelError(OP, f"mode must be {' or '.join(map(repr, _MODES))}, got {self.mode!r}", operand=_MODE)
         if self.workspace_bytes <= 0:
-            raise ValueError(f"workspace_bytes = {self.workspace_bytes} is not positive")
+            raise KernelError(OP, f"workspace_bytes must be > 0, got {self.workspace_bytes}", operand="workspace_bytes")
 
     @classmethod
     def from_environment(cls) -> Options:
-        """The defaults, and the mode that the environment variable ``NXRT_CUDA_DSA`` names."""
-        return cls(mode=os.environ.get(_MODE) or "auto")
+        """The defaults, but ``"strict"`` unless the environment variable ``NXRT_CUDA_DSA`` names another mode."""
+        return cls(mode=os.environ.get(_MODE) or "strict")
 
 
 class Attributes(NamedTuple):

@@ -443,9 +443,14 @@ def test_a_torch_tensor_is_held_until_the_work_on_it_is_done(rt: nx.CudaRuntime)
     theirs = torch.zeros(1 << 20, device="cuda")
     mine = rt.from_array(theirs)
     address = theirs.data_ptr()
-    rt.launch(SLOW.prepare(rt, 1, 1000))
-    rt.launch(ADD_ONE.prepare(rt, 1 << 20, mine, 1 << 20))
-    del theirs, mine
+    slow, add_one = SLOW.prepare(rt, 1, 1), ADD_ONE.prepare(rt, 1 << 20, mine, 1 << 20)
+    for launch in (slow, add_one):  # CUDA loads a kernel at its first launch, and may wait for running ones
+        rt.launch(launch)
+    rt.synchronize()
+    slow.set(0, 1000)
+    rt.launch(slow)
+    rt.launch(add_one)
+    del theirs, mine, add_one, launch
     gc.collect()
     rt.alloc_raw(1)
     bystander = torch.zeros(1 << 20, device="cuda")

@@ -72,7 +72,7 @@ def test_the_reason_names_the_limit(change: dict, reason: str | None) -> None:
 def test_the_kernel_says_which_variant_served_and_why(rt: nx.CudaRuntime) -> None:
     """Per execution; before the first there is none."""
     case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
-    kernel = nx.create_kernel(rt, case.node)
+    kernel = DsaIndexSelectFactory(rt, Options()).create(case.node, ())
     assert kernel.choice is None
     operands = DsaOperands(rt, case)
     kernel.execute(operands.inputs, [operands.output])
@@ -83,18 +83,22 @@ def test_the_kernel_says_which_variant_served_and_why(rt: nx.CudaRuntime) -> Non
     np.testing.assert_array_equal(shifted.selected(), operands.selected())
 
 
-def test_strict_alone_can_be_asked_for(rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the factory's options, or by the environment; anything else is refused."""
+def test_the_environment_or_the_factory_s_options_name_the_mode(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strict unless asked otherwise; an unknown mode is refused."""
     case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
     assert execute(rt, case, Options(mode="strict")).choice == (DsaVariant.STRICT, "asked for")
-    monkeypatch.setenv("NXRT_CUDA_DSA", "strict")
-    kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case)
-    kernel.execute(operands.inputs, [operands.output])
-    assert kernel.choice.variant is DsaVariant.STRICT
+    for mode, variant in ((None, DsaVariant.STRICT), ("auto", DsaVariant.CERTIFIED), ("strict", DsaVariant.STRICT)):
+        if mode is not None:
+            monkeypatch.setenv("NXRT_CUDA_DSA", mode)
+        kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case)
+        kernel.execute(operands.inputs, [operands.output])
+        assert kernel.choice.variant is variant
     monkeypatch.setenv("NXRT_CUDA_DSA", "fast")
-    with pytest.raises(ValueError, match="mode 'fast'; there are auto and strict"):
+    with pytest.raises(nx.KernelError, match="mode must be 'auto' or 'strict', got 'fast'"):
         nx.create_kernel(rt, case.node)
-    with pytest.raises(ValueError, match="workspace_bytes = 0 is not positive"):
+    with pytest.raises(nx.KernelError, match="workspace_bytes must be > 0, got 0"):
         Options(workspace_bytes=0)
 
 
