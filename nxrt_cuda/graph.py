@@ -205,14 +205,14 @@ class CapturedGraph:
                 )
             if not executables:
                 raise GraphError(f"cannot replay CUDA graph {self.name} because {self._state}")
-            stream = self._streams.current
-            tracer = session.tracer
-            for executable in executables:
-                if tracer is None:
-                    session.enqueue(session.driver.graph_launch, executable, stream)
-                else:
+            stream, launch = self._streams.current, session.driver.graph_launch
+            if session.tracer is None:
+                for executable in executables:
+                    session.enqueue(launch, executable, stream)
+            else:
+                for executable in executables:
                     activity = self._activity(executable)
-                    tracer.run(activity, stream, session.enqueue, session.driver.graph_launch, executable, stream)
+                    session.tracer.run(activity, stream, session.enqueue, launch, executable, stream)
             session.enqueued(label)
             self.replays += 1
             self._counters.graph_replays += len(executables)
