@@ -15,6 +15,7 @@ stays counted in ``live_bytes`` and is never handed out again.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -68,7 +69,7 @@ class _Block(NamedTuple):
     pooled: bool
 
 
-class _Memory:
+class _Memory(ABC):
     """Device memory that views lie in: freed on request, or when the last reference is dropped.
 
     Attributes:
@@ -116,9 +117,9 @@ class _Memory:
                 self._memory.explicit_frees += 1
 
     @property
+    @abstractmethod
     def _give_back(self) -> Callable[[Any], None]:
         """What takes back the thing held; not bound to this object, which may be dying."""
-        raise NotImplementedError
 
     def __del__(self) -> None:
         # Half-built instances end up here too. Once the runtime is closed there is nothing left to give back.
