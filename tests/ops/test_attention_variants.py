@@ -95,6 +95,8 @@ def test_choice_of_variant(
     ("alignment", "changes", "reason"),
     [
         (8, {}, "operands are aligned to 8 bytes, not to 16"),
+        (16, {"has_mask": True}, "additive masks and softcap are left to the portable kernels"),
+        (16, {"softcap": 2.0}, "additive masks and softcap are left to the portable kernels"),
         (16, {"seq_k": 0}, "there are no keys"),
         (16, {"scale": -0.5}, "scale -0.5 is not positive"),
         (16, {"seq_q": 2**30 + 1}, f"seq_q {2**30 + 1} or seq_k 7 is beyond {2**30}"),
