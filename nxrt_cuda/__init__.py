@@ -4,6 +4,7 @@ Importing this package makes no driver call and imports no CUDA library.
 """
 
 from nxrt_cuda.ahead_of_time import Precompiled, PrecompileReport, precompile
+from nxrt_cuda.capture import CaptureErrorCode, DeviceGraphResource
 from nxrt_cuda.devices import open_runtime
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
 from nxrt_cuda.dtype import (
@@ -41,9 +42,7 @@ from nxrt_cuda.errors import (
 )
 from nxrt_cuda.graph import CapturedGraph, GraphSlot
 from nxrt_cuda.kernel import (
-    CaptureErrorCode,
     CaptureSupport,
-    DeviceGraphResource,
     Kernel,
     KernelFactory,
     WorkspaceRequirement,

@@ -188,17 +188,9 @@ class _Gate:
                 closed has ended.
         """
         if self._lock.acquire(False):
-            if not _capturing:
+            if not _capturing or self._admits_this_thread():
                 return
-            capturing = _thread.capturing
-            if capturing is not None and capturing.lock is self:
-                return
-            if capturing is None and self.capturer is None:
-                return
-            # A new thread may go by the identifier of one that has ended, which is all that the lock knows it by.
             self._lock.release()
-            if capturing is None:
-                self._check_capturer()
         if _thread.capturing is not None:
             raise CaptureError(
                 "this call is illegal while this thread captures a CUDA graph on another runtime, which would not "
@@ -206,6 +198,7 @@ class _Gate:
                 operation="another runtime",
                 state="capturing",
             )
+        self._check_capturer()
         while not self._lock.acquire(timeout=_PATIENCE):
             self._check_capturer()
 
@@ -220,6 +213,13 @@ class _Gate:
 
     def __exit__(self, *exc_info: object) -> None:
         self._lock.release()
+
+    def _admits_this_thread(self) -> bool:
+        """Whether this thread captures here, or nobody does and it captures nowhere else.
+
+        The lock cannot say: it knows a thread by an identifier, which a new one may inherit from one that has ended.
+        """
+        return self.capturer is (None if _thread.capturing is None else threading.current_thread())
 
     def _check_capturer(self) -> None:
         capturer = self.capturer

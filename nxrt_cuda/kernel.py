@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nxrt_cuda.capture import CaptureErrorCode, DeviceGraphResource
+from nxrt_cuda.capture import DeviceGraphResource
 from nxrt_cuda.dtype import DataType
 from nxrt_cuda.errors import UnsupportedError
 from nxrt_cuda.node import Node
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from nxrt_cuda.runtime import CudaRuntime
 
 __all__ = [
-    "CaptureErrorCode",
     "CaptureSupport",
-    "DeviceGraphResource",
     "Kernel",
     "KernelFactory",
     "WorkspaceRequirement",

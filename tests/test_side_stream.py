@@ -365,24 +365,29 @@ def test_forks_of_several_threads_follow_each_other(rt: nx.CudaRuntime) -> None:
         pass
 
 
+def capture_forks_on_two_threads(first: nx.CudaRuntime, second: nx.CudaRuntime) -> None:
+    """Capture, replay and check forks on both runtimes at once; no capture may be lost."""
+
+    def work(rt: nx.CudaRuntime) -> None:
+        diamond = Diamond(rt)
+        for step in range(1, 30):
+            with rt.capture() as graph:
+                diamond.enqueue()
+            assert graph.node_count == 4
+            graph.replay()
+            diamond.check(step)
+            graph.close()
+
+    with Background(work, first), Background(work, second):
+        pass
+    assert first.stats().aborted_captures == second.stats().aborted_captures == 0
+
+
 def test_captures_with_forks_on_two_runtimes_and_two_threads_do_not_spoil_each_other() -> None:
     """Of one driver and one context, each with streams of its own."""
     driver = HostDriver(HOST_ENTRIES)
     with open_on(driver) as first, open_on(driver) as second:
-
-        def work(rt: nx.CudaRuntime) -> None:
-            diamond = Diamond(rt)
-            for step in range(1, 30):
-                with rt.capture() as graph:
-                    diamond.enqueue()
-                assert graph.node_count == 4
-                graph.replay()
-                diamond.check(step)
-                graph.close()
-
-        with Background(work, first), Background(work, second):
-            pass
-        assert first.stats().aborted_captures == second.stats().aborted_captures == 0
+        capture_forks_on_two_threads(first, second)
     assert not driver.live()
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from nxrt_cuda.capture import CaptureErrorCode
 from nxrt_cuda.cli.operators import Arrays, Comparison, Operator
-from nxrt_cuda.kernel import CaptureErrorCode, create_kernel
+from nxrt_cuda.kernel import create_kernel
 from nxrt_cuda.node import Node
 from nxrt_cuda.runtime import CudaRuntime
 from nxrt_cuda.stats import RuntimeStats

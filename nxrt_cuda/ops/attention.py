@@ -50,11 +50,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from nxrt_cuda.capture import DeviceGraphResource
 from nxrt_cuda.dtype import DataType, float32, int32, uint32
 from nxrt_cuda.errors import KernelError, UnsupportedError
 from nxrt_cuda.kernel import (
     CaptureSupport,
-    DeviceGraphResource,
     Kernel,
     KernelFactory,
     WorkspaceRequirement,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from nxrt_cuda.capture import CaptureErrorCode
 from nxrt_cuda.dtype import DataType, bfloat16, float16, float32
 from nxrt_cuda.errors import KernelError
-from nxrt_cuda.kernel import CaptureErrorCode
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, div_up
 from nxrt_cuda.ops import attention_sm90 as sm90
 from nxrt_cuda.ops.attention_geometry import DTYPES, AttentionGeometry

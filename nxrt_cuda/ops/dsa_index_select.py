@@ -38,11 +38,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nxrt_cuda.capture import DeviceGraphResource
 from nxrt_cuda.dtype import DataType, float32, int64, uint64
 from nxrt_cuda.errors import KernelError, UnsupportedError
 from nxrt_cuda.kernel import (
     CaptureSupport,
-    DeviceGraphResource,
     Kernel,
     KernelFactory,
     WorkspaceRequirement,
@@ -133,16 +133,15 @@ class _LaunchLedger:
             self._executions = self._scores = self._selections = self._score_grid_x = self._selection_grid_x = 0
 
     def executed(self, score_grids: Sequence[int], selection_grids: Sequence[int]) -> None:
-        """One execution and its launches; an empty grid was none."""
-        scores, selections = list(filter(None, score_grids)), list(filter(None, selection_grids))
+        """One execution, and the blocks of each of its launches."""
         with self._lock:
             self._executions += 1
-            self._scores += len(scores)
-            self._selections += len(selections)
-            self._score_grid_x = scores[-1] if scores else self._score_grid_x
-            self._selection_grid_x = selections[-1] if selections else self._selection_grid_x
+            self._scores += len(score_grids)
+            self._selections += len(selection_grids)
+            self._score_grid_x = score_grids[-1] if score_grids else self._score_grid_x
+            self._selection_grid_x = selection_grids[-1] if selection_grids else self._selection_grid_x
         if self._parent is not None:
-            self._parent.executed(scores, selections)
+            self._parent.executed(score_grids, selection_grids)
 
     def stats(self) -> DsaLaunchStats:
         with self._lock:

@@ -115,7 +115,7 @@ class Plan(ABC):
         choice: the variant, and why.
         nbytes: of the workspace.
         steps: what is launched, in order.
-        score_grids, selection_grids: blocks of each launch of either kind; 0 launches nothing.
+        score_grids, selection_grids: blocks of each launch of either kind that launches anything.
     """
 
     choice: DsaChoice
@@ -173,8 +173,8 @@ class StrictPlan(Plan):
             op=OP,
         )
         self.steps = (Step(self._score, _INPUTS), Step(self._select, _OUTPUT))
-        self.score_grids = (self._score.config.grid[0],)
-        self.selection_grids = (self._select.config.grid[0],)
+        self.score_grids = _grids(self._score)
+        self.selection_grids = _grids(self._select)
 
     def bind(self, workspace: int, at: Addresses) -> None:
         scores, allowed = workspace + self._layout.scores_offset, workspace + self._layout.allowed_offset
@@ -209,8 +209,8 @@ class CertifiedPlan(Plan):
             for chunk in layout.chunks
         ]
         self.steps = tuple(step for chunk in self._chunks for step in chunk.steps)
-        self.score_grids = tuple(chunk.score.config.grid[0] for chunk in self._chunks if chunk.score is not None)
-        self.selection_grids = tuple(chunk.certify.config.grid[0] for chunk in self._chunks)
+        self.score_grids = _grids(*(chunk.score for chunk in self._chunks))
+        self.selection_grids = _grids(*(chunk.certify for chunk in self._chunks))
 
     def bind(self, workspace: int, at: Addresses) -> None:
         for chunk in self._chunks:
@@ -317,6 +317,11 @@ class _ChunkLaunches:
         depth, vector_bytes = self._dims.head_dim, self._dims.head_dim * self._dtype.itemsize
         strides = (vector_bytes, vectors * vector_bytes)
         return self._runtime.tensor_map(self._dtype, address, (depth, vectors, batch), strides, box)
+
+
+def _grids(*launches: PreparedLaunch | None) -> tuple[int, ...]:
+    """Blocks of each launch that is there and launches anything."""
+    return tuple(launch.config.grid[0] for launch in launches if launch is not None and not launch.config.is_empty)
 
 
 def _unbound(spec: KernelSpec) -> Sequence[int]:

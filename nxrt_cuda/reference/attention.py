@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nxrt_cuda.capture import CaptureErrorCode
 from nxrt_cuda.driver.host_tensor_map import HostTensorMap
 from nxrt_cuda.dtype import DataType, bfloat16, float16, float32, int32, uint32
-from nxrt_cuda.kernel import CaptureErrorCode
 
 if TYPE_CHECKING:
     from nxrt_cuda.driver.host_image import HostEntry, HostLaunch

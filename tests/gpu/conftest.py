@@ -41,6 +41,13 @@ def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
         yield runtime
 
 
+@pytest.fixture(scope="module")
+def context_stays(gpu: str) -> Iterator[None]:
+    """One runtime stays open, so that the context is not made anew for every test."""
+    with nx.open_runtime("cuda:0"):
+        yield
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file = report.nodeid.split("::", 1)[0]
     if file.startswith("tests/gpu/") and (report.when == "call" or report.outcome != "passed"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,12 +13,7 @@ from tests import test_rebind
 from tests.small_kernels import ADD_ONE, SCALE, SLOW
 from tests.test_rebind import Step, full
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _context_stays(gpu: str) -> Iterator[None]:
-    """One runtime stays open, so that the context is not made anew for every test."""
-    with nx.open_runtime("cuda:0"):
-        yield
+pytestmark = pytest.mark.usefixtures("context_stays")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,7 @@ from tests.small_kernels import ADD_ONE, MIXED, SCALE, SLOW, Background, on_thre
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _context_stays(gpu: str) -> Iterator[None]:
-    """One runtime stays open, so that the context is not made anew for every test."""
-    with nx.open_runtime("cuda:0"):
-        yield
+pytestmark = pytest.mark.usefixtures("context_stays")
 
 
 # As on the host driver.

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import nxrt_cuda as nx
 from tests import test_side_stream
-from tests.small_kernels import ADD_ONE, SCALE, SLOW, Background
-from tests.test_side_stream import Diamond
+from tests.small_kernels import ADD_ONE, SCALE, SLOW
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _context_stays(gpu: str) -> Iterator[None]:
-    """One runtime stays open, so that the context is not made anew for every test."""
-    with nx.open_runtime("cuda:0"):
-        yield
+pytestmark = pytest.mark.usefixtures("context_stays")
 
 
 @pytest.mark.parametrize(
@@ -93,20 +87,7 @@ def test_two_graphs_replay_side_by_side(rt: nx.CudaRuntime) -> None:
 def test_captures_on_two_runtimes_and_two_threads_do_not_spoil_each_other(gpu: str) -> None:
     """Of one device and one context, each with streams of its own."""
     with nx.open_runtime("cuda:0") as first, nx.open_runtime("cuda:0") as second:
-
-        def work(rt: nx.CudaRuntime) -> None:
-            diamond = Diamond(rt)
-            for step in range(1, 30):
-                with rt.capture() as graph:
-                    diamond.enqueue()
-                assert graph.node_count == 4
-                graph.replay()
-                diamond.check(step)
-                graph.close()
-
-        with Background(work, first), Background(work, second):
-            pass
-        assert first.stats().aborted_captures == second.stats().aborted_captures == 0
+        test_side_stream.capture_forks_on_two_threads(first, second)
 
 
 def test_work_and_graphs_are_in_order_with_torch_on_its_stream(gpu: str) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from nxrt_cuda.kernel import CaptureErrorCode
+from nxrt_cuda.capture import CaptureErrorCode
 from nxrt_cuda.reference import attention as oracle
 from nxrt_cuda.reference.attention import attention, clamp_lengths
 from tests.attention_cases import F16, F32, AttentionCase, check_case, closed_form_cases, random_case
