@@ -24,8 +24,8 @@ to score with; B = 0 or S = 0 is a counted execution without launches; T = 0 wri
 
 There are two variants, which select the same: strict, which computes every score in the definition's order, and
 certified, which scores on tensor cores and repairs what their error leaves open (``docs/dsa_exactness.md``).
-Strict serves everything by default. With the environment variable ``NXRT_CUDA_DSA=auto``, or :class:`Options` given
-to the factory, :func:`nxrt_cuda.ops.dsa_certified.uncertified_reason` decides between them.
+:func:`nxrt_cuda.ops.dsa_certified.uncertified_reason` decides between them; the environment variable
+``NXRT_CUDA_DSA=strict``, or :class:`Options` given to the factory, leaves the strict one alone.
 
 All launches share a workspace that the kernel object owns. It keeps its address from the warm-up through
 capture to the last replay, and grows only outside captures. Nothing synchronises or copies to the host.

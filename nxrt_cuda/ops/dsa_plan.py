@@ -79,8 +79,8 @@ class Options:
 
     @classmethod
     def from_environment(cls) -> Options:
-        """The defaults, but ``"strict"`` unless the environment variable ``NXRT_CUDA_DSA`` names another mode."""
-        return cls(mode=os.environ.get(_MODE) or "strict")
+        """The defaults, and the mode that the environment variable ``NXRT_CUDA_DSA`` names."""
+        return cls(mode=os.environ.get(_MODE) or "auto")
 
 
 class Attributes(NamedTuple):

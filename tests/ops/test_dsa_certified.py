@@ -72,7 +72,7 @@ def test_the_reason_names_the_limit(change: dict, reason: str | None) -> None:
 def test_the_kernel_says_which_variant_served_and_why(rt: nx.CudaRuntime) -> None:
     """Per execution; before the first there is none."""
     case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
-    kernel = DsaIndexSelectFactory(rt, Options()).create(case.node, ())
+    kernel = nx.create_kernel(rt, case.node)
     assert kernel.choice is None
     operands = DsaOperands(rt, case)
     kernel.execute(operands.inputs, [operands.output])
@@ -86,10 +86,10 @@ def test_the_kernel_says_which_variant_served_and_why(rt: nx.CudaRuntime) -> Non
 def test_the_environment_or_the_factory_s_options_name_the_mode(
     rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Strict unless asked otherwise; an unknown mode is refused."""
+    """The certified variant where it applies, unless asked otherwise; an unknown mode is refused."""
     case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
     assert execute(rt, case, Options(mode="strict")).choice == (DsaVariant.STRICT, "asked for")
-    for mode, variant in ((None, DsaVariant.STRICT), ("auto", DsaVariant.CERTIFIED), ("strict", DsaVariant.STRICT)):
+    for mode, variant in ((None, DsaVariant.CERTIFIED), ("strict", DsaVariant.STRICT), ("auto", DsaVariant.CERTIFIED)):
         if mode is not None:
             monkeypatch.setenv("NXRT_CUDA_DSA", mode)
         kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case)
