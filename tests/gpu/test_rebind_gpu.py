@@ -13,7 +13,7 @@ from tests import test_rebind
 from tests.small_kernels import ADD_ONE, SCALE, SLOW
 from tests.test_rebind import Step, full
 
-pytestmark = pytest.mark.usefixtures("context_stays")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("context_stays")]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.small_kernels import ADD_ONE, MIXED, SCALE, SLOW, Background, on_thre
 ROOT = Path(__file__).parent.parent.parent
 
 
-pytestmark = pytest.mark.usefixtures("context_stays")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("context_stays")]
 
 
 # As on the host driver.

@@ -14,6 +14,8 @@ import nxrt_cuda as nx
 from benchmarks._stopwatch import Stopwatch
 from tests.small_kernels import ADD_ONE
 
+pytestmark = pytest.mark.alone
+
 _EXECUTE_US = 25.0
 _REPLAY_US = 3.0
 _REPLAY_RATIO = 1.15

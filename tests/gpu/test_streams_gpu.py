@@ -12,7 +12,7 @@ import nxrt_cuda as nx
 from tests import test_side_stream
 from tests.small_kernels import ADD_ONE, SCALE, SLOW
 
-pytestmark = pytest.mark.usefixtures("context_stays")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("context_stays")]
 
 
 @pytest.mark.parametrize(

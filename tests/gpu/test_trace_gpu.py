@@ -14,6 +14,8 @@ import nxrt_cuda as nx
 from tests.small_kernels import ADD_ONE, SLOW
 from tests.test_trace import names, spans
 
+pytestmark = pytest.mark.alone
+
 _TOLERANCE_US = 100.0
 """Between the clocks of host and device; an alignment is good to some 10 us."""
 
