@@ -69,6 +69,12 @@ class _Block(NamedTuple):
     pooled: bool
 
 
+class _Call(NamedTuple):
+    """Something to do once the work queued until now is done."""
+
+    make: Callable[[], None]
+
+
 class _Memory(ABC):
     """Device memory that views lie in: freed on request, or when the last reference is dropped.
 
@@ -231,6 +237,10 @@ class DeviceMemory:
         else:
             self._defer(item)
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Make ``call`` once the work queued until now is done; not at all if the runtime is closed before."""
+        self.retire(_Call(call))
+
     def collect(self) -> None:
         """Release what finalisers dropped, and free retired memory that no queued work uses."""
         self.session.collect()
@@ -301,6 +311,8 @@ class DeviceMemory:
         if isinstance(item, _Block):
             self._return(item.ptr, free)
             self._counters.deferred_bytes -= item.size
+        elif isinstance(item, _Call):
+            item.make()
         self._retired.popleft()
         self._streams.recycle(event)
 

@@ -1,13 +1,19 @@
-"""Images loaded into a context: one load a specialisation and runtime, found again by one dictionary look-up."""
+"""Images loaded into a context: one load a specialisation and runtime, found again by one dictionary look-up.
+
+A module is loaded as long as a function of it is referred to, by a prepared launch, a graph, a plan or the user; the
+last ones loaded are kept beyond that, so that a program that makes ever new kernels does not fill the device.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from nxrt_cuda.compile import Compiler, Image
 from nxrt_cuda.driver.base import Driver, ParamInfo
@@ -18,14 +24,22 @@ from nxrt_cuda.stats import StatsTable
 __all__ = ["LoadedFunction", "LoadedModule", "ModuleCache", "ModuleStats"]
 
 Guard = Callable[[str], AbstractContextManager[object]]
+Later = Callable[[Callable[[], None]], None]
 Traced = Callable[[str, str, Mapping[str, object]], AbstractContextManager[object]]
 
 # What a block has of shared memory on any device without asking for more.
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
+_KEPT = 512
+"""Modules that stay loaded although nothing but the cache refers to them, at most."""
+
 
 def _untraced(kind: str, name: str, details: Mapping[str, object]) -> AbstractContextManager[object]:
     return nullcontext()
+
+
+def _at_once(call: Callable[[], None]) -> None:
+    call()
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,7 @@ class ModuleStats(StatsTable):
         modules_compiled: specialisations compiled by NVRTC, or prepared for the host driver.
         cache_hits: specialisations found in the program cache on disk.
         loaded: modules loaded into the context.
+        unloaded: modules unloaded again.
         compile_seconds: time spent compiling.
         cubin_images, ptx_images: loaded modules by what they were loaded from.
         damaged_entries: entries of the program cache that were found damaged, and compiled again.
@@ -46,6 +61,7 @@ class ModuleStats(StatsTable):
     modules_compiled: int = 0
     cache_hits: int = 0
     loaded: int = 0
+    unloaded: int = 0
     compile_seconds: float = 0.0
     cubin_images: int = 0
     ptx_images: int = 0
@@ -53,10 +69,11 @@ class ModuleStats(StatsTable):
 
 
 class LoadedModule:
-    """A module in the driver; unloading it kills its functions.
+    """A module in the driver, unloaded once nothing refers to it; unloading it kills its functions.
 
     Attributes:
         cache: where it was loaded, which says whose runtime it is.
+        handle: the driver's module; 0 once it is unloaded.
     """
 
     __slots__ = ("arch", "cache", "driver", "guard", "handle", "kind")
@@ -68,6 +85,10 @@ class LoadedModule:
         self.handle = handle
         self.kind = image.kind
         self.arch = image.arch
+
+    def __del__(self) -> None:
+        if self.handle != 0:
+            self.cache.forget(self.handle)
 
 
 class LoadedFunction:
@@ -144,21 +165,31 @@ class ModuleCache:
             manager that takes its lock, makes its context current and refuses what is illegal in a
             capture. Nothing is compiled inside it.
         traced: entered around compiles and loads, with their kind, name and details.
+        later: makes the call that it is given once the work queued until then is done, within the guard. It is
+            itself called by finalisers, at any instruction.
 
     Threads that ask for one specialisation at once share one compile; different ones compile at the
     same time.
     """
 
     def __init__(
-        self, driver: Driver, compiler: Compiler, guard: Guard = nullcontext, traced: Traced = _untraced
+        self,
+        driver: Driver,
+        compiler: Compiler,
+        guard: Guard = nullcontext,
+        traced: Traced = _untraced,
+        later: Later = _at_once,
     ) -> None:
         self._driver = driver
         self._compiler = compiler
         self._guard = guard
         self._traced = traced
+        self._later = later
         # Taken inside the guard, never around it.
         self._lock = threading.Lock()
-        self._functions: dict[KernelSpec, LoadedFunction] = {}
+        self._functions: weakref.WeakValueDictionary[KernelSpec, LoadedFunction] = weakref.WeakValueDictionary()
+        self._kept: deque[LoadedFunction] = deque(maxlen=_KEPT)
+        self._loaded: set[int] = set()
         self._compiling: dict[KernelSpec, Future[Image]] = {}
         self._counts: Counter[str] = Counter()
         self._compile_seconds = 0.0
@@ -195,6 +226,7 @@ class ModuleCache:
                 if function is None:
                     with self._traced("load", f"load {spec.entry}", {"kind": image.kind, "bytes": len(image.data)}):
                         function = self._functions[spec] = self._load(spec, image)
+                    self._kept.append(function)
                 return function
         finally:
             if first:
@@ -207,11 +239,22 @@ class ModuleCache:
         After a failure, goes on where it stopped.
         """
         with self._guard("unloading modules"), self._lock:
-            while self._functions:
-                spec, function = next(iter(self._functions.items()))
-                function.handle = 0
-                self._driver.module_unload(function.module.handle)
-                del self._functions[spec]
+            for function in self._functions.values():
+                function.handle = function.module.handle = 0
+            self._functions.clear()
+            self._kept.clear()
+            while self._loaded:
+                self._unload(next(iter(self._loaded)))
+
+    def forget(self, handle: int) -> None:
+        """Unload a module, if it still is loaded, after the work that is queued now."""
+        self._later(partial(self._unload, handle))
+
+    def _unload(self, handle: int) -> None:
+        if handle in self._loaded:
+            self._driver.module_unload(handle)
+            self._loaded.discard(handle)
+            self._counts["unloaded"] += 1
 
     def stats(self) -> ModuleStats:
         """A snapshot of the counts."""
@@ -252,13 +295,15 @@ class ModuleCache:
             )
             context = f"{origin}; {error.context}" if error.context else origin
             raise type(error)(error.call, error.code, error.name, error.text, context) from error
+        module = LoadedModule(self, driver, self._guard, handle, image)
         try:
-            module = LoadedModule(self, driver, self._guard, handle, image)
             function = LoadedFunction(spec, driver.module_get_function(handle, spec.entry), module)
             _check_params(spec, driver.func_param_info(function.handle))
         except BaseException:
+            module.handle = 0
             driver.module_unload(handle)
             raise
+        self._loaded.add(handle)
         self._counts["loaded"] += 1
         if image.kind != "host":
             self._counts[f"{image.kind}_images"] += 1

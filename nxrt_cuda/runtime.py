@@ -97,7 +97,9 @@ class CudaRuntime:
             self._streams = Streams(self._session, interop.stream_handle(stream))
             self._memory = DeviceMemory(self, self._session, self._streams, self._counters, limit)
             self._transfers = Transfers(self._session, self._streams, self._counters)
-            self._modules = ModuleCache(driver, compiler, self._session.driving, self._session.traced)
+            self._modules = ModuleCache(
+                driver, compiler, self._session.driving, self._session.traced, self._once_queued_work_is_done
+            )
             self._recorder = GraphRecorder(self._session, self._streams, self._counters)
             try:
                 self._capture_error = self._memory.alloc(4, pooled=False)
@@ -167,6 +169,10 @@ class CudaRuntime:
     def _close_trace(self) -> None:
         if self._session.tracer is not None:
             self._session.tracer.close()
+
+    def _once_queued_work_is_done(self, call: Callable[[], None]) -> None:
+        """Make ``call`` then; may be asked for by a finaliser, at any instruction."""
+        self._session.dropped.append(partial(self._memory.when_done, call))
 
     def _close_graphs(self) -> None:
         for graph in list(self._graphs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from nxrt_cuda.stats import WorkspaceLedger
 from nxrt_cuda.timing import TimingEvent
 from nxrt_cuda.transfer import PendingRead
 from nxrt_cuda.workspace import Workspace, WorkspaceSlot
-from tests.small_kernels import ADD_ONE, HOST_ENTRIES, open_on
+from tests.small_kernels import ADD_ONE, HOST_ENTRIES, SLOW, open_on
 
 
 def opened() -> nx.CudaRuntime:
@@ -64,6 +65,39 @@ def test_a_prepared_launch_keeps_its_function_and_operands() -> None:
     runtime.launch(launch)
     np.testing.assert_array_equal(launch.operands[0].numpy(), np.ones(4))
     runtime.close()
+
+
+def test_a_module_is_unloaded_once_the_work_of_its_kernel_is_done(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while a launch of it is queued, nor while a graph would launch it."""
+    monkeypatch.setattr(rt._modules, "_kept", deque(maxlen=0))
+
+    def modules() -> int:
+        return rt._driver.live().modules
+
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with rt.capture() as graph:
+        rt.launch(launch)
+    slow = SLOW.prepare(rt, 1, 50)
+    rt.launch(slow)
+    rt.launch(launch)
+    del slow, launch
+    rt.alloc_raw(1)
+    assert modules() == 2
+    rt.synchronize()
+    for _ in range(2):
+        rt.alloc_raw(1)
+    assert modules() == 1
+    graph.replay()
+    assert x.numpy().tolist() == [2] * 4
+    graph.close()
+    del graph
+    for _ in range(3):
+        rt.synchronize()
+        rt.alloc_raw(1)
+    assert modules() == 0
 
 
 def test_dropping_the_last_reference_to_a_closed_runtime_frees_it() -> None:

@@ -47,6 +47,8 @@ class PretendDriver:
         return handle
 
     def module_unload(self, module: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
         del self.loaded[module]
 
     def module_get_function(self, module: int, entry: str) -> int:
@@ -356,6 +358,39 @@ def test_unloading_kills_the_kernels(driver: PretendDriver) -> None:
     assert [function.handle for function in functions] == [0, 0]
     assert modules.find(spec()) is None
     modules.unload_all()
+
+
+def test_modules_that_nothing_refers_to_are_unloaded_beyond_a_bound(
+    driver: PretendDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last ones loaded stay, and so does whatever somebody holds; what is gone is loaded again when asked for."""
+    monkeypatch.setattr("nxrt_cuda.modules._KEPT", 3)
+    modules = ModuleCache(driver, PretendCompiler())
+    held = modules.load(spec("held"))
+    for number in range(10):
+        modules.load(spec(f"store{number}"))
+    assert len(driver.loaded) == 4
+    assert modules.find(spec("held")) is held
+    assert modules.find(spec("store9")) is not None
+    assert modules.find(spec("store0")) is None
+    assert modules.load(spec("store0")).handle != 0
+    stats = modules.stats()
+    assert (stats.loaded, stats.unloaded) == (12, 8)
+    del held
+    assert modules.find(spec("held")) is None
+    assert len(driver.loaded) == 3
+
+
+def test_a_module_that_could_not_be_unloaded_is_tried_again_at_the_end(driver: PretendDriver) -> None:
+    modules = ModuleCache(driver, PretendCompiler())
+    for entry in ("store", "load"):
+        modules.load(spec(entry))
+    driver.refusal = DriverError("cuModuleUnload", 999, "CUDA_ERROR_UNKNOWN", "unknown error")
+    with pytest.raises(DriverError, match="cuModuleUnload"):
+        modules.unload_all()
+    driver.refusal = None
+    modules.unload_all()
+    assert driver.loaded == {}
 
 
 def test_counts_tell_compiles_from_cache_hits(driver: PretendDriver) -> None:
