@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import attention, dsa, launch
+from benchmarks import attention, dsa, dsa_exactness, launch
 from benchmarks._environment import header
 
 __all__ = ["main", "render", "section"]
 
 _HERE = Path(__file__).parent
-_SCRIPTS = {"attention": attention, "dsa": dsa, "launch": launch}
+_SCRIPTS = {"attention": attention, "dsa": dsa, "dsa_exactness": dsa_exactness, "launch": launch}
 _BEGIN, _END = "<!-- results -->\n", "<!-- end of results -->\n"
 
 

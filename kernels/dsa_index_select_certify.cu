@@ -1,8 +1,9 @@
-// DsaIndexSelect, certified, last launch: from approximate scores to the exact selection.
+// DsaIndexSelect, certified: from approximate scores to the exact selection.
 //
-//     scores [rows, row_stride] f32 without bias; bias [rows, T] f32; allowed, accounts, key_words: see
-//     dsa_index_select_prepare.cu and dsa_index_select_score_sm90.cu (allowed and accounts may be null:
-//     all is then read off the bias, and every score is there)   ->   out [rows, top_k] i64
+//     scores [rows, row_stride] f32; bias [rows, T] f32; allowed, accounts, key_words, bounds: see
+//     dsa_index_select_prepare.cu and dsa_index_select_score_sm90.cu   ->   out [rows, top_k] i64
+//
+// allowed and accounts may be null: then every score is there, with the bias, or kMaskedScore.
 //
 // docs/dsa_exactness.md proves that the strict score of a key lies within [f - e, f + e], f being its
 // approximate score with the bias, and derives e. A row with more than top_k allowed keys is decided so:
@@ -32,7 +33,7 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kCluster = CLUSTER;
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kBlocksPerSm = kThreads <= 256 ? 3 : 1;
+constexpr int kBlocksPerSm = kThreads > 256 ? 1 : sizeof(Element) == 4 ? 2 : 3;
 static_assert(kHeads % 32 == 0 && kHeadDim % 64 == 0 && kHeadDim <= 256, "what a warp scores at a time");
 static_assert(kThreads >= 256, "a warp scans the groups of the histogram");
 
@@ -57,8 +58,10 @@ constexpr int kListed = 1024;
 // Up to so many band keys are ranked one against all; a radix select ranks more.
 constexpr int kRanked = kThreads;
 
-// Rows of 16 bytes more than a multiple of 128: eight lanes read eight different groups of banks.
-constexpr int kQueryPitch = kHeadDim + 8;
+// Elements of an access. Rows of 16 bytes more than a multiple of 128: eight lanes read eight different groups of
+// banks.
+constexpr int kAccess = 16 / sizeof(Element);
+constexpr int kQueryPitch = kHeadDim + kAccess;
 
 struct Smem {
     alignas(16) Element query[kHeads][kQueryPitch];
@@ -84,17 +87,6 @@ struct Smem {
 
 static_assert(sizeof(Smem) == SHARED_BYTES, "the host gives a block this much, and room for scores behind it");
 
-// What bounds the error of a row, besides the norms of its keys.
-struct RowBound {
-    float per_norm;   // e = per_norm * norm of the key + floor + per_score * |f|
-    float floor;
-    float per_score;  // 2 u where there is a bias to add
-    float max_norm;   // with a greater norm a strict sum might overflow
-    bool is_regular;
-    bool is_exact;    // f is the strict score: every term is zero
-    bool fuses;       // no query element is outside ExactRange
-};
-
 struct Row {
     const float* scores;
     const float* bias;     // null where all allowed biases are zero
@@ -105,165 +97,83 @@ struct Row {
     unsigned int n_words;
 };
 
-// Greatest of kCount values over the cluster, known to all threads. Turns alternate between two buffers, so
-// that whoever comes next does not overwrite what others still read.
-template <int kCount>
-__device__ __forceinline__ void reduce_max(Smem& smem, unsigned int (&values)[kCount], unsigned int& turn) {
+// Over the cluster, known to all threads: the greatest of each of the first kMaxima values and the sum of each other
+// one; and in before, the sums over the blocks before this one. Turns alternate between two buffers, so that whoever
+// comes next does not overwrite what others still read.
+template <int kMaxima, int kCount>
+__device__ __forceinline__ void reduce(
+    Smem& smem, unsigned int (&values)[kCount], unsigned int (&before)[kCount], unsigned int& turn) {
     static_assert(kCount <= 4, "what the scratch holds");
     const int lane = threadIdx.x % kWarpSize;
     turn ^= 1;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        values[i] = __reduce_max_sync(kFullWarp, values[i]);
+        values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, values[i]) : __reduce_add_sync(kFullWarp, values[i]);
+        before[i] = 0;
         if (lane == 0) smem.warp_values[turn][i][threadIdx.x / kWarpSize] = values[i];
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        values[i] = __reduce_max_sync(kFullWarp, lane < kWarps ? smem.warp_values[turn][i][lane] : 0);
-        if (kCluster > 1 && threadIdx.x == 0) smem.block_values[turn][i] = values[i];
-    }
-    if constexpr (kCluster > 1) {
-        cluster_sync<kCluster>();
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const unsigned int value = cluster_load<kCluster>(smem.block_values[turn][i], lane % kCluster);
-            values[i] = __reduce_max_sync(kFullWarp, value);
-        }
-    }
-}
-
-// Sums of two values over the cluster, known to all threads, and over its blocks before this one.
-__device__ __forceinline__ void reduce_add(
-    Smem& smem, unsigned int (&values)[2], unsigned int (&before)[2], unsigned int& turn) {
-    const int lane = threadIdx.x % kWarpSize;
-    turn ^= 1;
-    before[0] = before[1] = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        values[i] = __reduce_add_sync(kFullWarp, values[i]);
-        if (lane == 0) smem.warp_values[turn][i][threadIdx.x / kWarpSize] = values[i];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        values[i] = __reduce_add_sync(kFullWarp, lane < kWarps ? smem.warp_values[turn][i][lane] : 0);
+        const unsigned int value = lane < kWarps ? smem.warp_values[turn][i][lane] : 0;
+        values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, value) : __reduce_add_sync(kFullWarp, value);
         if (kCluster > 1 && threadIdx.x == 0) smem.block_values[turn][i] = values[i];
     }
     if constexpr (kCluster > 1) {
         cluster_sync<kCluster>();
         const unsigned int rank = cluster_rank<kCluster>();
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kCount; ++i) {
             const unsigned int value = lane < kCluster ? cluster_load<kCluster>(smem.block_values[turn][i], lane) : 0;
-            before[i] = __reduce_add_sync(kFullWarp, lane < rank ? value : 0);
-            values[i] = __reduce_add_sync(kFullWarp, value);
+            if (i < kMaxima) {
+                values[i] = __reduce_max_sync(kFullWarp, value);
+            } else {
+                before[i] = __reduce_add_sync(kFullWarp, lane < rank ? value : 0);
+                values[i] = __reduce_add_sync(kFullWarp, value);
+            }
         }
     }
 }
 
-// The row's query and weights in shared memory, and the bound that follows from them.
-//
-// All roundings of norms and sums are covered by the factor 1 + 2^-10; what a norm loses to underflow,
-// and what an unnormalised 16-bit element may cost, by norm_floor.
-__device__ __forceinline__ RowBound load_query(
-    Smem& smem, const Row& row, float scale, float weights_scale, float error_scale, float bias_error,
-    float norm_floor) {
-    constexpr int kWidth = 8;
-    constexpr int kAccesses = kHeadDim / kWidth;  // lanes that share a head
-    constexpr int kWarpHeads = kWarpSize / kAccesses;
-    static_assert(kWarpHeads * kAccesses == kWarpSize, "whole heads a warp");
-    const int lane = threadIdx.x % kWarpSize;
-    const int warp = threadIdx.x / kWarpSize;
-    float norm_sum = 0.0f;
-    float weight_sum = 0.0f;
-    float max_norm = 0.0f;
-    ExactRange range;
-    bool is_zero = true;
-#pragma unroll
-    for (int h0 = warp * kWarpHeads; h0 < kHeads; h0 += kWarps * kWarpHeads) {
-        const int h = h0 + lane / kAccesses;
-        const int d = lane % kAccesses * kWidth;
-        const auto pack = load_pack<kWidth>(row.query + h * kHeadDim + d);
-        store_pack(&smem.query[h][d], pack);
-        float squares = 0.0f;
-        bool has_value = false;
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-            const float q = to_f32(pack.values[i]);
-            range.add(q);
-            has_value = has_value || q != 0.0f;
-            squares = __fmaf_rn(q, q, squares);
-        }
-#pragma unroll
-        for (int step = 1; step < kAccesses; step *= 2) squares += __shfl_xor_sync(kFullWarp, squares, step);
-        const float weight = __fmul_rn(to_f32(row.weights[h]), weights_scale);
-        is_zero = is_zero && !(has_value && weight != 0.0f);
-        if (lane % kAccesses == 0) {
-            smem.weights[h] = weight;
-            const float norm = __fmaf_rn(sqrtf(squares), 1.0f + 0x1p-10f, norm_floor);
-            norm_sum += __fmaf_rn(fabsf(weight), error_scale, 0x1p-130f) * norm;
-            weight_sum += fabsf(weight);
-            max_norm = norm > max_norm || isnan(norm) ? norm : max_norm;
-        }
-    }
-    // Every warp adds up all partial sums, in one order.
-#pragma unroll
-    for (int step = 1; step < kWarpSize; step *= 2) {
-        norm_sum += __shfl_xor_sync(kFullWarp, norm_sum, step);
-        weight_sum += __shfl_xor_sync(kFullWarp, weight_sum, step);
-        const float other = __shfl_xor_sync(kFullWarp, max_norm, step);
-        max_norm = other > max_norm || isnan(other) ? other : max_norm;
-    }
-    if (lane == 0) {
-        smem.warp_values[0][0][warp] = __float_as_uint(norm_sum);
-        smem.warp_values[0][1][warp] = __float_as_uint(weight_sum);
-        smem.warp_values[0][2][warp] = __float_as_uint(max_norm);
-    }
-    const bool fuses = kExactProducts<Element> == ExactProducts::kAlways ||
-                       (kExactProducts<Element> == ExactProducts::kInRange && range.holds());
-    const bool all_fuse = __syncthreads_and(fuses);
-    const bool all_zero = __syncthreads_and(is_zero);
-    norm_sum = weight_sum = max_norm = 0.0f;
-    for (int i = 0; i < kWarps; ++i) {
-        norm_sum += __uint_as_float(smem.warp_values[0][0][i]);
-        weight_sum += __uint_as_float(smem.warp_values[0][1][i]);
-        const float other = __uint_as_float(smem.warp_values[0][2][i]);
-        max_norm = other > max_norm || isnan(other) ? other : max_norm;
-    }
-    __syncthreads();  // the scratch is free again
+template <int kCount>
+__device__ __forceinline__ void reduce_max(Smem& smem, unsigned int (&values)[kCount], unsigned int& turn) {
+    unsigned int before[kCount];
+    reduce<kCount>(smem, values, before, turn);
+}
 
-    constexpr float kUp = 1.0f + 0x1p-10f;
-    RowBound bound;
-    bound.per_norm = norm_sum * kUp;
-    bound.floor = (1.0f + weight_sum) * (1.0f + scale) * (kHeadDim * 0x1p-120f);
-    bound.per_score = row.bias == nullptr ? 0.0f : bias_error;
-    bound.max_norm = 0x1p120f / (fmaxf(max_norm, 1.0f) * fmaxf(scale, 1.0f) * fmaxf(weight_sum, 1.0f));
-    // A NaN or an infinity anywhere ends in one of these sums; fmaxf would drop a NaN.
-    bound.is_regular = bound.per_norm < infinity() && weight_sum < infinity() &&
-                       max_norm < infinity() && bound.max_norm > 0.0f;
-    bound.is_exact = all_zero;
-    if (all_zero) bound.per_norm = bound.floor = bound.per_score = 0.0f;
-    bound.fuses = all_fuse;
-    return bound;
+// Begin to bring the row's query, and its scores of this block, to shared memory; a warp's work.
+__device__ __forceinline__ void load_row(Smem& smem, const Row& row, float* values) {
+    constexpr unsigned int kVectorBytes = kHeadDim * sizeof(Element);
+    const int lane = threadIdx.x % kWarpSize;
+    const unsigned int score_bytes = (row.length + 3) / 4 * 16;
+    if (lane == 0) {
+        mbarrier_arrive_expect_tx(smem.loaded, kHeads * kVectorBytes + score_bytes);
+        if (score_bytes != 0) bulk_load(values, row.scores, score_bytes, smem.loaded);
+    }
+    __syncwarp();
+    for (int h = lane; h < kHeads; h += kWarpSize) {
+        bulk_load(smem.query[h], row.query + h * kHeadDim, kVectorBytes, smem.loaded);
+    }
 }
 
 template <bool kExactProduct>
 __device__ __forceinline__ void dot_keys(
     float (&dots)[kLaneHeads][kKeys], const Smem& smem, const float* staged) {
     const int lane = threadIdx.x % kWarpSize;
-#pragma unroll 2
-    for (int d = 0; d < kHeadDim; d += 8) {
-        float q[kLaneHeads][8];
+#pragma unroll(sizeof(Element) / 2)
+    for (int d = 0; d < kHeadDim; d += kAccess) {
+        float q[kLaneHeads][kAccess];
 #pragma unroll
         for (int h = 0; h < kLaneHeads; ++h) load_f32(&smem.query[h * 32 + lane][d], q[h]);
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
-            alignas(16) float k[8];
-            *reinterpret_cast<float4*>(&k[0]) = *reinterpret_cast<const float4*>(&staged[j * kHeadDim + d]);
-            *reinterpret_cast<float4*>(&k[4]) = *reinterpret_cast<const float4*>(&staged[j * kHeadDim + d + 4]);
+            alignas(16) float k[kAccess];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < kAccess; i += 4) {
+                *reinterpret_cast<float4*>(&k[i]) = *reinterpret_cast<const float4*>(&staged[j * kHeadDim + d + i]);
+            }
+#pragma unroll
+            for (int i = 0; i < kAccess; ++i) {
 #pragma unroll
                 for (int h = 0; h < kLaneHeads; ++h) dots[h][j] = add_product<kExactProduct>(dots[h][j], q[h][i], k[i]);
             }
@@ -290,7 +200,8 @@ __device__ __forceinline__ void score_keys(
         }
     }
     __syncwarp();
-    const bool exact = kExactProducts<Element> == ExactProducts::kAlways || (fuses && range.holds());
+    const bool exact = kExactProducts<Element> == ExactProducts::kAlways ||
+                       (kExactProducts<Element> == ExactProducts::kInRange && fuses && range.holds());
     float dots[kLaneHeads][kKeys] = {};
     if (__all_sync(kFullWarp, exact)) {
         dot_keys<true>(dots, smem, staged);
@@ -344,8 +255,8 @@ __device__ __forceinline__ void store_words(unsigned int* words, const unsigned 
     }
 }
 
-// Turn scores without bias into f, and find out which keys the bias allows.
-__device__ __forceinline__ void add_bias(Smem& smem, const Row& row, float* values) {
+// Turn scores without bias into f.
+__device__ __forceinline__ void add_bias(const Row& row, float* values) {
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll 1
     for (unsigned int w = threadIdx.x / kWarpSize * kWords; w < row.n_words; w += kWords * kWarps) {
@@ -353,17 +264,13 @@ __device__ __forceinline__ void add_bias(Smem& smem, const Row& row, float* valu
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
             const unsigned int t = (w + i) * 32 + lane;
-            bias[i] = t < row.length ? row.bias[t] : masked_score();
+            bias[i] = t < row.length ? row.bias[t] : 0.0f;
         }
-        unsigned int group[kWords];
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
-            group[i] = __ballot_sync(kFullWarp, is_allowed(bias[i]));
             values[(w + i) * 32 + lane] = __fadd_rn(values[(w + i) * 32 + lane], bias[i]);
         }
-        store_words(&smem.in[w], group);
     }
-    __syncthreads();
 }
 
 struct Bin {
@@ -373,11 +280,16 @@ struct Bin {
 };
 
 __device__ __forceinline__ void clear_histogram(Smem& smem) {
-    cluster_sync<kCluster>();  // all blocks have read it
 #pragma unroll
     for (int bin = 0; bin < kBins; bin += kThreads * 4) {
         *reinterpret_cast<uint4*>(&smem.histogram[bin + threadIdx.x * 4]) = make_uint4(0, 0, 0, 0);
     }
+}
+
+// The same once all blocks have read it, for all of this one.
+__device__ __forceinline__ void renew_histogram(Smem& smem) {
+    cluster_sync<kCluster>();
+    clear_histogram(smem);
     __syncthreads();
 }
 
@@ -468,18 +380,20 @@ struct Range {
     float lower, upper;  // e is within them
 };
 
-__device__ __forceinline__ Range score_range(const RowBound& bound, float word_error, float score) {
-    const float error = __fmaf_ru(bound.per_score, fabsf(score), word_error);
+// per_score is 2 u where there is a bias to add.
+__device__ __forceinline__ Range score_range(float per_score, float word_error, float score) {
+    const float error = __fmaf_ru(per_score, fabsf(score), word_error);
     return {__fsub_rd(score, error), __fadd_ru(score, error)};
 }
 
-// Between which strict scores the top_k-th greatest of the row lies, given the least and the greatest f.
+// Between which strict scores the top_k-th greatest of the row lies, given the least and the greatest f. The histogram
+// is clear at first.
 __device__ __forceinline__ Range bracket_last_winner(
-    Smem& smem, const RowBound& bound, const float* values, unsigned int n_words, float low, float high,
+    Smem& smem, float per_score, const float* values, unsigned int n_words, float low, float high,
     unsigned int top_k, unsigned int& turn) {
     for (int split = 0;; ++split) {
         const Bins bins(low, high);
-        clear_histogram(smem);
+        if (split > 0) renew_histogram(smem);
         for_each_group(smem.in, values, n_words, [&](unsigned int, const auto&, const auto& f) {
 #pragma unroll
             for (int i = 0; i < kWords; ++i) atomicAdd(&smem.histogram[bins.bin(f[i])], 1);
@@ -511,7 +425,7 @@ __device__ __forceinline__ Range bracket_last_winner(
             const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
 #pragma unroll
             for (int i = 0; i < kWords; ++i) {
-                const Range range = score_range(bound, get(errors, i), f[i]);
+                const Range range = score_range(per_score, get(errors, i), f[i]);
                 const float place = bins.place(f[i]);
                 if (place <= found) upper = fmaxf(upper, range.upper);
                 if (place >= found) lower = fminf(lower, range.lower);
@@ -526,12 +440,12 @@ __device__ __forceinline__ Range bracket_last_winner(
 // Replace f of the block's n_band band keys by their strict scores, as total order keys. `f_is_strict` says that
 // f is the strict score already.
 __device__ __forceinline__ void score_band(
-    Smem& smem, const Row& row, const RowBound& bound, bool f_is_strict, float scale, float* values,
-    unsigned int band_word, unsigned int band_before, unsigned int n_band) {
+    Smem& smem, const Row& row, bool fuses, bool f_is_strict, float scale, float* values,
+    unsigned int band_before, unsigned int n_band) {
     unsigned int* strict_keys = reinterpret_cast<unsigned int*>(values);
     for (unsigned int chunk = 0; chunk < n_band; chunk += kListed) {
         unsigned int place = band_before - chunk;
-        for (unsigned int rest = band_word; rest != 0; rest &= rest - 1, ++place) {
+        for (unsigned int rest = smem.band[threadIdx.x]; rest != 0; rest &= rest - 1, ++place) {
             if (place < kListed) smem.listed[place] = threadIdx.x * 32 + __ffs(rest) - 1;
         }
         // Nobody reads the histogram, which shares its memory with the staged keys, any longer.
@@ -544,7 +458,7 @@ __device__ __forceinline__ void score_band(
             }
         } else {
             for (unsigned int i = threadIdx.x / kWarpSize * kKeys; i < listed; i += kWarps * kKeys) {
-                score_keys(smem, row, bound.fuses, scale, &smem.listed[i], min(listed - i, kKeys), strict_keys);
+                score_keys(smem, row, fuses, scale, &smem.listed[i], min(listed - i, kKeys), strict_keys);
             }
         }
         __syncthreads();
@@ -562,7 +476,7 @@ __device__ __forceinline__ Winners select_band(Smem& smem, const unsigned int* v
     for (int shift = 32; shift > 0;) {
         const int bits = min(kDigitBits, shift);
         shift -= bits;
-        clear_histogram(smem);
+        renew_histogram(smem);
         for (unsigned int band = smem.band[threadIdx.x]; band != 0; band &= band - 1) {
             const unsigned int key = values[threadIdx.x * 32 + __ffs(band) - 1];
             // Shifted twice, because shift + bits may be 32.
@@ -620,10 +534,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
     dsa_index_select_certify(
         const Element* __restrict__ query, const Element* __restrict__ key, const Element* __restrict__ weights,
         const float* __restrict__ bias, const float* __restrict__ scores, const unsigned int* __restrict__ allowed,
-        const unsigned int* __restrict__ accounts, const KeyWord* __restrict__ key_words, long long* __restrict__ out,
-        unsigned long long* __restrict__ counters, unsigned int total_rows, unsigned int q_seq, unsigned int key_seq,
-        unsigned int row_stride, unsigned int block_keys, unsigned int top_k, float scale, float weights_scale,
-        float error_scale, float bias_error, float norm_floor) {
+        const unsigned int* __restrict__ accounts, const KeyWord* __restrict__ key_words,
+        const RowBound* __restrict__ bounds, long long* __restrict__ out, unsigned long long* __restrict__ counters,
+        unsigned int total_rows, unsigned int q_seq, unsigned int key_seq, unsigned int row_stride,
+        unsigned int block_keys, unsigned int top_k, float scale, float weights_scale, float bias_error) {
     extern __shared__ __align__(16) char shared_memory[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_memory);
     float* values = reinterpret_cast<float*>(shared_memory + sizeof(Smem));  // f, and the strict keys of the band
@@ -665,28 +579,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
         }
 
         if (has_scores) {
-            if (threadIdx.x == 0 && row.length != 0) {
-                const unsigned int bytes = (row.length + 3) / 4 * 16;
-                mbarrier_arrive_expect_tx(smem.loaded, bytes);
-                bulk_load(values, row.scores, bytes, smem.loaded);
-            }
+            if (threadIdx.x < kWarpSize) load_row(smem, row, values);
+            const RowBound bound = bounds[r];
+            const bool is_exact = bound.flags & kExactRow;
+            const float per_score = row.bias == nullptr || is_exact ? 0.0f : bias_error;
             KeyWord key_word = {0, 0.0f};
             if (threadIdx.x < row.n_words) {
                 key_word = key_words[1ull * b * key_blocks * kBlockWords + first_key / 32 + threadIdx.x];
             }
-            const RowBound bound = load_query(smem, row, scale, weights_scale, error_scale, bias_error, norm_floor);
-            if (row.length != 0) {
-                mbarrier_wait(smem.loaded, loads & 1);
-                ++loads;
+            if (threadIdx.x < kHeads) {
+                smem.weights[threadIdx.x] = __fmul_rn(to_f32(row.weights[threadIdx.x]), weights_scale);
             }
+            clear_histogram(smem);
+            __syncthreads();
+            mbarrier_wait(smem.loaded, loads & 1);
+            ++loads;
 
             // f of every allowed key, and the least and the greatest.
-            unsigned int count[2] = {0, 0};
-            if (row.bias != nullptr) add_bias(smem, row, values);
+            if (allowed != nullptr && row.bias != nullptr) add_bias(row, values);
             float greatest = -infinity();
             float least = infinity();
             float not_finite = 0.0f;  // a NaN once an infinity or a NaN was multiplied by zero
-            for_each_group(smem.in, values, row.n_words, [&](unsigned int w, const auto& group, const auto& f) {
+#pragma unroll 1
+            for (unsigned int w = threadIdx.x / kWarpSize * kWords; w < row.n_words; w += kWords * kWarps) {
+                alignas(16) unsigned int group[kWords];
+                float f[kWords];
+#pragma unroll
+                for (int i = 0; i < kWords; ++i) f[i] = values[(w + i) * 32 + lane];
+                if (allowed == nullptr) {
+#pragma unroll
+                    for (int i = 0; i < kWords; ++i) {
+                        const bool is_there = (w + i) * 32 + lane < row.length;
+                        group[i] = __ballot_sync(kFullWarp, is_there && __float_as_uint(f[i]) != kMaskedScore);
+                    }
+                    store_words(&smem.in[w], group);
+                } else {
+                    *reinterpret_cast<uint4*>(group) = *reinterpret_cast<const uint4*>(&smem.in[w]);
+                }
 #pragma unroll
                 for (int i = 0; i < kWords; ++i) {
                     if (group[i] == kFullWarp) {
@@ -703,29 +632,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                         not_finite = __fmaf_rn(is_allowed ? known : 0.0f, 0.0f, not_finite);
                     }
                 }
-            });
-            unsigned int extremes[3] = {
-                total_order_key(greatest), ~total_order_key(least), isnan(not_finite) ? 1u : 0u};
-            in_word = smem.in[threadIdx.x];
-            count[0] = __popc(in_word);
-            extremes[2] |= (key_word.irregular & in_word) != 0 || (in_word != 0 && !(key_word.norm < bound.max_norm));
-            smem.errors[threadIdx.x] = __fmaf_ru(bound.per_norm, key_word.norm, bound.floor);
-            __syncthreads();
-            unsigned int before[2];
-            if (allowed == nullptr) {
-                reduce_add(smem, count, before, turn);
-                has_scores = count[0] > top_k;
             }
+            __syncthreads();
+            in_word = smem.in[threadIdx.x];
+            smem.errors[threadIdx.x] = __fmaf_ru(bound.per_norm, key_word.norm, bound.floor);
+            const bool is_irregular = isnan(not_finite) || (key_word.irregular & in_word) != 0 ||
+                                      (in_word != 0 && !(key_word.norm < bound.max_norm));
+            unsigned int extremes[4] = {
+                total_order_key(greatest), ~total_order_key(least), is_irregular, unsigned(__popc(in_word))};
+            unsigned int before[4];
+            reduce<3>(smem, extremes, before, turn);
+            if (allowed == nullptr) has_scores = extremes[3] > top_k;
             if (has_scores) {
-                reduce_max(smem, extremes, turn);
                 const float greatest_of_row = from_total_order_key(extremes[0]);
                 const float least_of_row = from_total_order_key(~extremes[1]);
-                const bool is_regular = bound.is_regular && extremes[2] == 0 &&
+                const bool is_regular = (bound.flags & kRegularRow) && extremes[2] == 0 &&
                                         __fsub_rn(greatest_of_row, least_of_row) < infinity();
                 Range between = {-infinity(), infinity()};
                 if (is_regular) {
                     between = bracket_last_winner(
-                        smem, bound, values, row.n_words, least_of_row, greatest_of_row, top_k, turn);
+                        smem, per_score, values, row.n_words, least_of_row, greatest_of_row, top_k, turn);
                 }
                 for_each_group(smem.in, values, row.n_words, [&](unsigned int w, const auto& group, const auto& f) {
                     const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
@@ -733,7 +659,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                     unsigned int band[kWords];
 #pragma unroll
                     for (int i = 0; i < kWords; ++i) {
-                        const Range range = score_range(bound, get(errors, i), f[i]);
+                        const Range range = score_range(per_score, get(errors, i), f[i]);
                         const bool is_out = is_regular && range.upper < between.lower;
                         in[i] = group[i] & __ballot_sync(kFullWarp, is_regular && range.lower > between.upper);
                         band[i] = group[i] & ~in[i] & ~__ballot_sync(kFullWarp, is_out);
@@ -742,16 +668,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                     store_words(&smem.band[w], band);
                 });
                 __syncthreads();
-                in_word = smem.in[threadIdx.x];
-                const unsigned int band_word = smem.band[threadIdx.x];
                 unsigned int n_band;
                 const unsigned int band_before =
-                    block_exclusive_scan<kThreads>(__popc(band_word), n_band, smem.scan);
+                    block_exclusive_scan<kThreads>(__popc(smem.band[threadIdx.x]), n_band, smem.scan);
 
-                const bool f_is_strict = bound.is_exact && is_regular;
-                score_band(smem, row, bound, f_is_strict, scale, values, band_word, band_before, n_band);
+                const bool fuses = bound.flags & kFusingRow;
+                score_band(smem, row, fuses, is_exact && is_regular, scale, values, band_before, n_band);
+                in_word = smem.in[threadIdx.x];
+                const unsigned int band_word = smem.band[threadIdx.x];
                 unsigned int totals[2] = {unsigned(__popc(in_word)), unsigned(__popc(band_word))};
-                reduce_add(smem, totals, before, turn);
+                unsigned int before[2];
+                reduce<0>(smem, totals, before, turn);
                 const unsigned int wanted = top_k - totals[0];
                 if (totals[1] <= kRanked) {
                     rank_band(smem, strict_keys, n_band, before[1], totals[1], wanted);
@@ -765,7 +692,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                         if (strict_key == winners.key) equal_word |= rest & -rest;
                     }
                 }
-                if (threadIdx.x == 0 && rank == 0 && !bound.is_exact) {
+                if (threadIdx.x == 0 && rank == 0 && !is_exact) {
                     if (!is_regular) atomicAdd(&counters[0], 1ull);
                     atomicAdd(&counters[1], static_cast<unsigned long long>(totals[1]));
                 }
@@ -794,7 +721,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
             totals[0] = block_counts & 0xffff;
             totals[1] = block_counts >> 16;
         }
-        reduce_add(smem, totals, before, turn);
+        reduce<0>(smem, totals, before, turn);
         const unsigned int equal_before = before[1] + (counts_before >> 16);
         smem.positions[threadIdx.x] = before[0] + (counts_before & 0xffff) + min(equal_before, ties);
         smem.in[threadIdx.x] = in_word | lowest_bits(equal_word, ties - min(equal_before, ties));

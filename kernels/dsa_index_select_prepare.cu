@@ -1,12 +1,12 @@
-// DsaIndexSelect, certified, first launch: what the bias says about each row and each tile of scores.
+// DsaIndexSelect, certified: what the bias says about each row and each tile of scores.
 //
 //     bias [B, S, T] f32   ->   allowed [B, S, W] u32, bit t % 32 of word t / 32: whether bias[t] > -1e30
-//                               rows    [B, S] u32: how many keys a row allows, and kBiased
-//                               tiles   [B, T / 256, S / kTileRows] u8: whether the tile needs scores
+//                               rows    [B, S] u32, the accounts: how many keys a row allows, and kBiased
+//                               tiles   [B, T / kBlockKeys, S / kTileRows] u8: whether the tile needs scores
 //
-// Quotients round up and W = 8 T / 256, so that a block of 256 keys is eight whole words. A row needs
-// scores if it allows more than top_k keys, and a tile if one of its rows that need scores allows one
-// of its keys. Tiles are followed by zeros up to a multiple of 16 bytes.
+// Quotients round up and W is as many words as the blocks of keys have. A row needs scores if it allows more than
+// top_k keys, and a tile if one of its rows that need scores allows one of its keys. Tiles are followed by zeros up to
+// a multiple of 16 bytes.
 //
 // One block a tile of rows; a warp takes every kWarps-th block of keys.
 #include "common/block_scan.cuh"

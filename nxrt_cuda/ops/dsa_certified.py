@@ -1,8 +1,9 @@
 """The certified variant of DsaIndexSelect: tensor-core scores, a bound on their error, exact repair.
 
 ``docs/dsa_exactness.md`` proves that it selects what the strict order selects. Per chunk of rows there are
-three launches: what the bias allows, approximate scores, and the selection, which scores in strict order
-the keys whose rank the bound leaves open. Chunks bound the workspace; they depend on shapes alone.
+up to four launches: f32 vectors are split into pairs of bf16; what the bias allows; approximate scores and what bounds
+their error; and the selection, which scores in strict order the keys whose rank the bound leaves open. Chunks bound the
+workspace; they depend on shapes alone.
 
 Tile sizes, thread counts and shared memory are stated here alone; kernels receive them as macros and
 assert that they agree.
@@ -14,10 +15,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
-from nxrt_cuda.dtype import DataType, bfloat16, float16
+from nxrt_cuda.dtype import DataType, bfloat16, float16, float32
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, div_up
 from nxrt_cuda.ops.dsa_geometry import Dims
 
@@ -25,28 +27,33 @@ __all__ = [
     "BIAS_ERROR",
     "COMPUTE_CAPABILITY",
     "ELEMENT_TYPES",
-    "KEY_BOX",
-    "QUERY_BOX",
     "WORKSPACE_BYTES",
     "CertifiedLayout",
     "Chunk",
+    "NormWeights",
     "certified_specs",
     "certify_config",
     "certify_spec",
+    "chunk_bytes",
     "chunks",
     "error_scale",
-    "error_units",
-    "norm_floor",
+    "key_box",
+    "norm_weights",
+    "part_type",
+    "parts",
     "prepare_config",
     "prepare_spec",
+    "query_box",
     "row_stride",
     "score_config",
     "score_spec",
+    "split_config",
+    "split_spec",
     "uncertified_reason",
     "uses_prepare",
 ]
 
-ELEMENT_TYPES = (float16, bfloat16)
+ELEMENT_TYPES = (float32, float16, bfloat16)
 _HEADS = (32, 64)
 _HEAD_DIMS = (64, 128)
 COMPUTE_CAPABILITY = (9, 0)
@@ -56,19 +63,31 @@ WORKSPACE_BYTES = 256 << 20
 """What the workspace is kept below by default, as far as one row allows."""
 
 _ALIGNMENT = 256
+_BOUND_BYTES = 16  # what bounds the error of a row
 
-# The score kernel: 256 keys x 128 (row, head) pairs a tile.
-_BLOCK_KEYS = 256
-_BLOCK_WORDS = _BLOCK_KEYS // 32
+# The score kernel: a block of keys x some (row, head) pairs a tile.
 _COLUMNS = 128
 _SCORE_THREADS = 384
-_KEY_STAGES = 2
-_QUERY_STAGES = {64: 6, 128: 3}  # what fits beside the keys
 
-QUERY_BOX = (64, _COLUMNS, 1)
-KEY_BOX = (64, _BLOCK_KEYS, 1)
-"""What one copy brings to shared memory: 64 columns of 128 query vectors or 256 keys."""
 
+class _Tiling(NamedTuple):
+    """Keys of a tile, and how many buffers of keys and of queries fit shared memory."""
+
+    block_keys: int
+    key_stages: int
+    query_stages: int
+
+
+_TILINGS = {
+    (1, 64): _Tiling(256, 2, 6),
+    (1, 128): _Tiling(256, 2, 3),
+    (2, 64): _Tiling(128, 2, 4),
+    (2, 128): _Tiling(128, 1, 2),
+}
+"""By parts of a vector and head size."""
+
+_SPLIT_THREADS = 256
+_SPLIT_BLOCKS = 16  # a multiprocessor
 _PREPARE_THREADS = 256
 
 # The certify kernel: keys of a row that a block takes, by its threads. Three small blocks share an SM.
@@ -76,27 +95,35 @@ _CLUSTERS = (1, 2, 4, 8)
 _SMALL_THREADS, _SMALL_KEYS = 256, 8192
 _LARGE_THREADS, _LARGE_KEYS = 512, 16384
 _FEW_KEYS = 1024  # a block with fewer is not worth its share of the barriers
+_CERTIFY_KEYS = 256  # what a block takes is a multiple of
 _MAX_KEY_SEQ = _CLUSTERS[-1] * _LARGE_KEYS
 
+_SPLIT_PARAMS = (
+    *(Param(name, "ptr") for name in ("query", "key", "query_parts", "key_parts")),
+    *(Param(name, "u64") for name in ("query_vectors", "key_vectors")),
+)
 _PREPARE_PARAMS = (
     *(Param(name, "ptr") for name in ("bias", "allowed", "rows", "tiles")),
     *(Param(name, "u32") for name in ("batch", "q_seq", "key_seq", "top_k")),
 )
 _SCORE_PARAMS = (
-    *(Param(name, "ptr") for name in ("weights", "tiles", "scores", "key_words")),
+    *(Param(name, "ptr") for name in ("query", "weights", "bias", "accounts", "tiles")),
+    *(Param(name, "ptr") for name in ("scores", "key_words", "bounds")),
     *(Param(name, "tensor_map") for name in ("query_map", "key_map")),
-    *(Param(name, "u32") for name in ("batch", "q_seq", "key_seq", "row_stride")),
-    *(Param(name, "f32") for name in ("scale", "weights_scale", "norm_floor")),
+    *(Param(name, "u32") for name in ("batch", "q_seq", "key_seq", "row_stride", "top_k")),
+    *(Param(name, "f32") for name in ("scale", "weights_scale", "error_scale")),
+    *(Param(name, "f32") for name in ("first_weight", "element_weight", "step_weight", "low_weight", "norm_floor")),
 )
 _CERTIFY_PARAMS = (
     *(
         Param(name, "ptr")
         for name in (
-            *("query", "key", "weights", "bias", "scores", "allowed", "accounts", "key_words", "out", "counters"),
+            *("query", "key", "weights", "bias", "scores", "allowed", "accounts", "key_words", "bounds", "out"),
+            "counters",
         )
     ),
     *(Param(name, "u32") for name in ("total_rows", "q_seq", "key_seq", "row_stride", "block_keys", "top_k")),
-    *(Param(name, "f32") for name in ("scale", "weights_scale", "error_scale", "bias_error", "norm_floor")),
+    *(Param(name, "f32") for name in ("scale", "weights_scale", "bias_error")),
 )
 
 
@@ -109,8 +136,6 @@ def uncertified_reason(
     """
     if compute_capability != COMPUTE_CAPABILITY:
         return "tensor-core scores are for compute capability 9.0, this device has {}.{}".format(*compute_capability)
-    if dtype not in ELEMENT_TYPES:
-        return f"{dtype} products are not exact in the tensor cores' formats"
     if dims.heads not in _HEADS:
         return f"{dims.heads} heads; tensor-core scores take {_HEADS[0]} or {_HEADS[1]}"
     if dims.head_dim not in _HEAD_DIMS:
@@ -132,24 +157,84 @@ BIAS_ERROR = 2.0**-23
 """Of adding the bias, on both sides together, relative to the result."""
 
 
-def error_units(heads: int, head_dim: int) -> int:
-    """The bound in units of 2^-24 times the sum of absolute products; see ``docs/dsa_exactness.md``."""
-    strict = head_dim + heads
-    tensor_cores = 10.5 * head_dim / 16
-    head_sum = heads / 4 + 3
+class NormWeights(NamedTuple):
+    """Of the norm whose products bound the error of a dot of D elements: the sum of ``of(d, D) * x_d**2``.
+
+    Attributes:
+        first, per_element, per_step: of the roundings that the product of element d passes through.
+        low: of the square of the lower part of an element that is scored as two.
+        floor: added to the root, for elements below the normal range, or whose squares are.
+    """
+
+    first: float
+    per_element: float
+    per_step: float
+    low: float
+    floor: float
+
+    def of(self, d: int, head_dim: int) -> float:
+        """The weight of element ``d``."""
+        return self.first + self.per_element * (head_dim - d) + self.per_step * (head_dim // 16 - d // 16)
+
+
+def norm_weights(dtype: DataType, heads: int, head_dim: int) -> NormWeights:
+    """The norm of ``docs/dsa_exactness.md``, in units of 2^-24."""
     in_hand = 1.1
-    return math.ceil(in_hand * (strict + tensor_cores + head_sum))
+    per_element, per_step = 1.0, 10.5
+    strict = 2 + (heads - 1)
+    head_sum = heads / 4 + 3
+    split, low = 0.0, 0.0
+    if dtype == float32:
+        strict += 1
+        head_sum += head_dim / 64
+        # Parts of 8 bits: what is left of an element is at most 2^-8 of its lower part.
+        split = 128.0
+        low = 2.0**32 / split + 2.0**24
+    first = in_hand * (strict + head_sum) + split
+    weights = NormWeights(_up(first), _up(in_hand * per_element), _up(in_hand * per_step), low, 0.0)
+    total = sum(weights.of(d, head_dim) for d in range(head_dim))
+    return weights._replace(floor=_up(math.sqrt(total) * (2.0**-14 if dtype == float16 else 2.0**-62)))
 
 
-def error_scale(heads: int, head_dim: int, scale: float) -> float:
-    """What the norms and weights are multiplied by to bound the error, rounded up to f32."""
-    exact = error_units(heads, head_dim) * 2.0**-24 * float(np.float32(scale))
-    return float(np.nextafter(np.float32(exact), np.float32(np.inf)))
+def error_scale(scale: float) -> float:
+    """What norms and weights are multiplied by to bound the error: a unit times the scale, rounded up to f32."""
+    return _up(2.0**-24 * float(np.float32(scale)))
 
 
-def norm_floor(dtype: DataType, head_dim: int) -> float:
-    """What is added to every norm for elements below the normal range, or whose squares are."""
-    return math.sqrt(head_dim) * (2.0**-14 if dtype == float16 else 2.0**-62)
+def _up(value: float) -> float:
+    return float(np.nextafter(np.float32(value), np.float32(np.inf)))
+
+
+# Vectors as the tensor cores take them.
+
+
+def parts(dtype: DataType) -> int:
+    """How many vectors a query or key is scored as."""
+    return 2 if dtype == float32 else 1
+
+
+def part_type(dtype: DataType) -> DataType:
+    """The type of their elements."""
+    return bfloat16 if dtype == float32 else dtype
+
+
+def query_box(dims: Dims) -> tuple[int, int, int]:
+    """What one copy brings to shared memory: 64 columns of the query vectors of a tile."""
+    return (64, _columns(dims.heads, dims.q_seq), 1)
+
+
+def key_box(dtype: DataType, head_dim: int) -> tuple[int, int, int]:
+    """What one copy brings to shared memory: 64 columns of the keys of a tile."""
+    return (64, _tiling(dtype, head_dim).block_keys, 1)
+
+
+def _tiling(dtype: DataType, head_dim: int) -> _Tiling:
+    return _TILINGS[parts(dtype), head_dim]
+
+
+def _columns(heads: int, q_seq: int) -> int:
+    """(Row, head) pairs of a tile, which are of one batch: a decode step has one row."""
+    return heads if q_seq == 1 else _COLUMNS
 
 
 # The workspace.
@@ -181,23 +266,35 @@ def row_stride(dims: Dims) -> int:
     return div_up(dims.key_seq, 4) * 4
 
 
-def _key_words(dims: Dims) -> int:
+def _key_blocks(dims: Dims, dtype: DataType) -> int:
+    return div_up(dims.key_seq, _tiling(dtype, dims.head_dim).block_keys)
+
+
+def _key_words(dims: Dims, dtype: DataType) -> int:
     """Words of 32 keys a row, whole blocks of keys."""
-    return div_up(dims.key_seq, _BLOCK_KEYS) * _BLOCK_WORDS
+    return _key_blocks(dims, dtype) * _tiling(dtype, dims.head_dim).block_keys // 32
 
 
-def _row_bytes(dims: Dims) -> int:
-    return 4 * (row_stride(dims) + _key_words(dims) + 1)
+def _part_bytes(dims: Dims, dtype: DataType) -> int:
+    """Of the parts of one vector; none where vectors are taken as they are."""
+    return parts(dtype) * dims.head_dim * part_type(dtype).itemsize if parts(dtype) > 1 else 0
 
 
-def chunks(dims: Dims, workspace_bytes: int) -> Iterator[Chunk]:
-    """The rows of a call in chunks whose scores stay below ``workspace_bytes``, but for single tiles of rows."""
-    limit = max(1, workspace_bytes // _row_bytes(dims))
-    if limit >= dims.q_seq:
-        step = limit // dims.q_seq
+def chunk_bytes(dims: Dims, dtype: DataType, batch: int, rows: int) -> int:
+    """What ``rows`` rows of ``batch`` batches take of the workspace, but for flags of tiles and alignment."""
+    words = _key_words(dims, dtype)
+    row = 4 * (row_stride(dims) + words + 1) + _BOUND_BYTES + dims.heads * _part_bytes(dims, dtype)
+    return rows * row + batch * (8 * words + dims.key_seq * _part_bytes(dims, dtype))
+
+
+def chunks(dims: Dims, dtype: DataType, workspace_bytes: int) -> Iterator[Chunk]:
+    """The rows of a call in chunks that take at most ``workspace_bytes``, but for single tiles of rows."""
+    step = workspace_bytes // chunk_bytes(dims, dtype, 1, dims.q_seq)
+    if step > 0:
         for b in range(0, dims.batch, step):
             yield Chunk(b * dims.q_seq, b, min(step, dims.batch - b), dims.q_seq)
         return
+    limit = (workspace_bytes - chunk_bytes(dims, dtype, 1, 0)) // chunk_bytes(dims, dtype, 0, 1)
     tile_rows = _COLUMNS // dims.heads
     step = max(tile_rows, limit // tile_rows * tile_rows)
     for b in range(dims.batch):
@@ -210,11 +307,13 @@ class CertifiedLayout:
     """Byte offsets of the segments within the workspace, each aligned to 256, and its size. All chunks share it.
 
     Attributes:
-        scores_offset: f32 [rows, row_stride], approximate and without the bias.
+        scores_offset: f32 [rows, row_stride], approximate; without the bias if the bias was looked through first.
         allowed_offset: u32 [rows, words], a bit a key.
         rows_offset: u32 [rows], what each allows.
         tiles_offset: u8 [batch, key blocks, row tiles], whether a tile needs scores.
         key_words_offset: (u32, f32) [batch, words], irregular keys and greatest norm.
+        bounds_offset: (f32, f32, f32, u32) [rows], what else bounds their error.
+        query_parts_offset, key_parts_offset: bf16 [rows, heads, 2 D] and [batch, T, 2 D], of f32 vectors.
         nbytes: the whole, a multiple of 256.
         chunks: the rows that are launched together, in order.
     """
@@ -224,17 +323,21 @@ class CertifiedLayout:
     rows_offset: int
     tiles_offset: int
     key_words_offset: int
+    bounds_offset: int
+    query_parts_offset: int
+    key_parts_offset: int
     nbytes: int
     chunks: tuple[Chunk, ...]
 
     @classmethod
-    def of(cls, dims: Dims, workspace_bytes: int) -> CertifiedLayout:
+    def of(cls, dims: Dims, dtype: DataType, workspace_bytes: int) -> CertifiedLayout:
         """The layout for ``dims``: enough for each of its chunks."""
-        shapes = tuple(chunks(dims, workspace_bytes))
+        shapes = tuple(chunks(dims, dtype, workspace_bytes))
         rows = max(chunk.rows for chunk in shapes)
         batch = max(chunk.batch for chunk in shapes)
-        words = _key_words(dims)
-        tiles = max(_tiles(dims, chunk) for chunk in shapes)
+        words = _key_words(dims, dtype)
+        part_bytes = _part_bytes(dims, dtype)
+        tiles = max(_tiles(dims, dtype, chunk) for chunk in shapes)
         end = 0
 
         def segment(nbytes: int) -> int:
@@ -248,17 +351,20 @@ class CertifiedLayout:
             rows_offset=segment(4 * rows),
             tiles_offset=segment(div_up(tiles, 16) * 16),
             key_words_offset=segment(8 * batch * words),
+            bounds_offset=segment(_BOUND_BYTES * rows),
+            query_parts_offset=segment(rows * dims.heads * part_bytes),
+            key_parts_offset=segment(batch * dims.key_seq * part_bytes),
             nbytes=end,
             chunks=shapes,
         )
 
 
 def _row_tiles(dims: Dims, chunk: Chunk) -> int:
-    return chunk.batch * div_up(chunk.q_seq, _COLUMNS // dims.heads)
+    return chunk.batch * div_up(chunk.q_seq, _columns(dims.heads, dims.q_seq) // dims.heads)
 
 
-def _tiles(dims: Dims, chunk: Chunk) -> int:
-    return _row_tiles(dims, chunk) * div_up(dims.key_seq, _BLOCK_KEYS)
+def _tiles(dims: Dims, dtype: DataType, chunk: Chunk) -> int:
+    return _row_tiles(dims, chunk) * _key_blocks(dims, dtype)
 
 
 # Specialisations and launches.
@@ -269,14 +375,39 @@ def uses_prepare(dims: Dims, chunk: Chunk, multiprocessors: int) -> bool:
     return _row_tiles(dims, chunk) >= multiprocessors
 
 
-def prepare_spec(heads: int) -> KernelSpec:
+def split_spec(head_dim: int) -> KernelSpec:
+    """Of the kernel that splits f32 vectors."""
+    return KernelSpec(
+        source="dsa_index_select_split.cu",
+        entry="dsa_index_select_split",
+        params=_SPLIT_PARAMS,
+        threads=_SPLIT_THREADS,
+        macros=_text({"HEAD_DIM": head_dim}),
+        contract=False,
+        changeable=(),
+    )
+
+
+def split_config(spec: KernelSpec, dims: Dims, chunk: Chunk, multiprocessors: int, max_grid_x: int) -> LaunchConfig:
+    """Four elements a thread, in strides."""
+    vectors = chunk.rows * dims.heads + chunk.batch * dims.key_seq
+    blocks = div_up(vectors * dims.head_dim // 4, spec.threads)
+    return LaunchConfig((min(blocks, multiprocessors * _SPLIT_BLOCKS, max_grid_x), 1, 1), (spec.threads, 1, 1))
+
+
+def prepare_spec(dtype: DataType, dims: Dims) -> KernelSpec:
     """Of the kernel that reads the bias."""
+    return _prepare_spec(_columns(dims.heads, dims.q_seq) // dims.heads, _tiling(dtype, dims.head_dim).block_keys)
+
+
+def _prepare_spec(tile_rows: int, block_keys: int) -> KernelSpec:
+    macros = {"ELEMENT": float32.cuda, "TILE_ROWS": tile_rows, "BLOCK_KEYS": block_keys}
     return KernelSpec(
         source="dsa_index_select_prepare.cu",
         entry="dsa_index_select_prepare",
         params=_PREPARE_PARAMS,
         threads=_PREPARE_THREADS,
-        macros=(("ELEMENT", float16.cuda), ("TILE_ROWS", str(_COLUMNS // heads))),
+        macros=_text(macros),
         changeable=(),
     )
 
@@ -286,24 +417,32 @@ def prepare_config(spec: KernelSpec, dims: Dims, chunk: Chunk, max_grid_x: int) 
     return LaunchConfig((min(_row_tiles(dims, chunk), max_grid_x), 1, 1), (spec.threads, 1, 1))
 
 
-def _score_shared_bytes(head_dim: int) -> int:
-    stages, slabs = _QUERY_STAGES[head_dim], head_dim // 64
+def _score_shared_bytes(dtype: DataType, columns: int, head_dim: int) -> int:
+    block_keys, key_stages, query_stages = _tiling(dtype, head_dim)
     slab_bytes = 128  # a row of it
-    operands = slabs * slab_bytes * (_KEY_STAGES * _BLOCK_KEYS + stages * _COLUMNS)
-    weights, tiles = 4 * 4 * (_COLUMNS // 4 + 4) * stages, 16 * stages
-    barriers = 8 * 2 * (stages + _KEY_STAGES)
+    operands = parts(dtype) * head_dim // 64 * slab_bytes * (key_stages * block_keys + query_stages * columns)
+    weights, tiles = 4 * 4 * (columns // 4 + 4) * query_stages, 16 * query_stages
+    barriers = 8 * 2 * (query_stages + key_stages)
     scan = 4 * (_SCORE_THREADS // 32)
     return div_up(operands + weights + tiles + barriers + scan + 8, 1024) * 1024
 
 
-def score_spec(dtype: DataType, heads: int, head_dim: int) -> KernelSpec:
+def score_spec(dtype: DataType, dims: Dims) -> KernelSpec:
     """Of the tensor-core score kernel."""
+    return _score_spec(dtype, dims.heads, dims.head_dim, _columns(dims.heads, dims.q_seq))
+
+
+def _score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) -> KernelSpec:
+    block_keys, key_stages, query_stages = _tiling(dtype, head_dim)
     macros = {
         "ELEMENT": dtype.cuda,
         "HEADS": heads,
         "HEAD_DIM": head_dim,
-        "QUERY_STAGES": _QUERY_STAGES[head_dim],
-        "SHARED_BYTES": _score_shared_bytes(head_dim),
+        "COLUMNS": columns,
+        "BLOCK_KEYS": block_keys,
+        "KEY_STAGES": key_stages,
+        "QUERY_STAGES": query_stages,
+        "SHARED_BYTES": _score_shared_bytes(dtype, columns, head_dim),
     }
     return KernelSpec(
         source="dsa_index_select_score_sm90.cu",
@@ -311,15 +450,18 @@ def score_spec(dtype: DataType, heads: int, head_dim: int) -> KernelSpec:
         params=_SCORE_PARAMS,
         threads=_SCORE_THREADS,
         macros=_text(macros),
+        contract=False,
         arch=_ARCH,
         changeable=(),
     )
 
 
-def score_config(spec: KernelSpec, dims: Dims, chunk: Chunk, multiprocessors: int, max_grid_x: int) -> LaunchConfig:
-    """A block an SM, each a run of tiles; none where every allowed key is selected anyway."""
-    blocks = min(multiprocessors, _tiles(dims, chunk), max_grid_x)
-    return LaunchConfig((blocks, 1, 1), (spec.threads, 1, 1), _score_shared_bytes(dims.head_dim))
+def score_config(
+    spec: KernelSpec, dims: Dims, dtype: DataType, chunk: Chunk, multiprocessors: int, max_grid_x: int
+) -> LaunchConfig:
+    """A block an SM, each a run of tiles."""
+    blocks = min(multiprocessors, _tiles(dims, dtype, chunk), max_grid_x)
+    return LaunchConfig((blocks, 1, 1), (spec.threads, 1, 1), int(dict(spec.macros)["SHARED_BYTES"]))
 
 
 def _cluster(dims: Dims, rows: int, multiprocessors: int) -> tuple[int, int]:
@@ -330,10 +472,10 @@ def _cluster(dims: Dims, rows: int, multiprocessors: int) -> tuple[int, int]:
     return cluster, _SMALL_THREADS if dims.key_seq <= cluster * _SMALL_KEYS else _LARGE_THREADS
 
 
-def _certify_shared_bytes(heads: int, head_dim: int, threads: int) -> int:
+def _certify_shared_bytes(dtype: DataType, heads: int, head_dim: int, threads: int) -> int:
     """Of the kernel's struct; the scores of the block's keys follow it."""
     warps = threads // 32
-    query = heads * (head_dim + 8) * 2
+    query = heads * (head_dim * dtype.itemsize + 16)
     staged = warps * 4 * max(head_dim, heads + 4) * 4
     words = 4 * 4 * threads
     scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 + 4 * 3
@@ -350,8 +492,9 @@ def _certify_spec(dtype: DataType, heads: int, head_dim: int, cluster: int, thre
         "ELEMENT": dtype.cuda,
         "HEADS": heads,
         "HEAD_DIM": head_dim,
+        "BLOCK_KEYS": _tiling(dtype, head_dim).block_keys,
         "CLUSTER": cluster,
-        "SHARED_BYTES": _certify_shared_bytes(heads, head_dim, threads),
+        "SHARED_BYTES": _certify_shared_bytes(dtype, heads, head_dim, threads),
     }
     return KernelSpec(
         source="dsa_index_select_certify.cu",
@@ -369,7 +512,7 @@ def certify_config(spec: KernelSpec, dims: Dims, rows: int, max_grid_x: int) -> 
     """A cluster a row, in strides; and how many keys each of its blocks takes."""
     macros = dict(spec.macros)
     cluster = int(macros["CLUSTER"])
-    block_keys = div_up(div_up(dims.key_seq, cluster), _BLOCK_KEYS) * _BLOCK_KEYS
+    block_keys = div_up(div_up(dims.key_seq, cluster), _CERTIFY_KEYS) * _CERTIFY_KEYS
     blocks = max(1, min(rows, max_grid_x // cluster)) * cluster if rows else 0
     shared_bytes = int(macros["SHARED_BYTES"]) + 4 * block_keys
     return LaunchConfig((blocks, 1, 1), (spec.threads, 1, 1), shared_bytes), block_keys
@@ -378,10 +521,16 @@ def certify_config(spec: KernelSpec, dims: Dims, rows: int, max_grid_x: int) -> 
 def certified_specs() -> tuple[KernelSpec, ...]:
     """Every specialisation of the variant."""
     shapes = list(product(ELEMENT_TYPES, _HEADS, _HEAD_DIMS))
+    tile_rows = (1, *(_COLUMNS // heads for heads in _HEADS))
     blocks = [*((cluster, _SMALL_THREADS) for cluster in _CLUSTERS), (_CLUSTERS[-1], _LARGE_THREADS)]
     return (
-        *(prepare_spec(heads) for heads in _HEADS),
-        *(score_spec(*shape) for shape in shapes),
+        *(split_spec(head_dim) for head_dim in _HEAD_DIMS),
+        *(
+            _prepare_spec(rows, keys)
+            for rows in tile_rows
+            for keys in sorted({t.block_keys for t in _TILINGS.values()})
+        ),
+        *(_score_spec(*shape, columns) for shape in shapes for columns in (shape[1], _COLUMNS)),
         *(_certify_spec(*shape, *block) for shape in shapes for block in blocks),
     )
 

@@ -333,7 +333,7 @@ class DsaIndexSelectKernel(Kernel):
             strict = WorkspaceLayout.of(dims)
             slot = self._workspace.candidate(strict.nbytes)
             return StrictPlan(runtime, dims, dtype, attributes, strict, reason, aligned=aligned, max_grid_x=limit), slot
-        certified = dsa_certified.CertifiedLayout.of(dims, options.workspace_bytes)
+        certified = dsa_certified.CertifiedLayout.of(dims, dtype, options.workspace_bytes)
         slot = self._workspace.candidate(certified.nbytes)
         if self._counters is None:
             self._counters = runtime.zeros((2,), uint64)

@@ -130,7 +130,7 @@ class Plan(ABC):
 
 
 _INPUTS = slice(0, 4)
-_QUERY_KEY_WEIGHTS = slice(0, 3)
+_QUERY_KEY = slice(0, 2)
 _BIAS = slice(3, 4)
 _OUTPUT = slice(4, 5)
 _ALL = slice(0, 5)
@@ -241,40 +241,55 @@ class _ChunkLaunches:
         processors = runtime.capabilities.multiprocessor_count
         extents = (chunk.batch, chunk.q_seq, dims.key_seq)
         stride = certified.row_stride(dims)
-        floor = certified.norm_floor(dtype, dims.head_dim)
         scales = (attributes.scale, attributes.weights_scale)
 
+        self.split: PreparedLaunch | None = None
         self.prepare: PreparedLaunch | None = None
-        if certified.uses_prepare(dims, chunk, processors):
-            function = runtime.function(certified.prepare_spec(dims.heads))
-            config = certified.prepare_config(function.spec, dims, chunk, max_grid_x)
-            top_k = attributes.top_k
-            self.prepare = runtime.prepare(function, config, *_unbound(function.spec), *extents, top_k, op=OP)
         self.score: PreparedLaunch | None = None
         self._encoded: dict[tuple[int, int], tuple[TensorMap, TensorMap]] = {}
         if dims.key_seq > attributes.top_k:
-            function = runtime.function(certified.score_spec(dtype, dims.heads, dims.head_dim))
-            config = certified.score_config(function.spec, dims, chunk, processors, max_grid_x)
+            if certified.parts(dtype) > 1:
+                function = runtime.function(certified.split_spec(dims.head_dim))
+                config = certified.split_config(function.spec, dims, chunk, processors, max_grid_x)
+                vectors = (chunk.rows * dims.heads, chunk.batch * dims.key_seq)
+                self.split = runtime.prepare(function, config, *_unbound(function.spec), *vectors, op=OP)
+            function = runtime.function(certified.score_spec(dtype, dims))
+            config = certified.score_config(function.spec, dims, dtype, chunk, processors, max_grid_x)
             kinds = [param.kind for param in function.spec.params]
             self._map_positions = [position for position, kind in enumerate(kinds) if kind == "tensor_map"]
             maps = (bytes(128), bytes(128))
+            norms = certified.norm_weights(dtype, dims.heads, dims.head_dim)
+            error_scale = certified.error_scale(attributes.scale)
             self.score = runtime.prepare(
-                function, config, *_unbound(function.spec), *maps, *extents, stride, *scales, floor, op=OP
+                function,
+                config,
+                *_unbound(function.spec),
+                *(*maps, *extents, stride, attributes.top_k, *scales, error_scale, *norms),
+                op=OP,
             )
+        if certified.uses_prepare(dims, chunk, processors):
+            function = runtime.function(certified.prepare_spec(dtype, dims))
+            config = certified.prepare_config(function.spec, dims, chunk, max_grid_x)
+            top_k = attributes.top_k
+            self.prepare = runtime.prepare(function, config, *_unbound(function.spec), *extents, top_k, op=OP)
         function = runtime.function(certified.certify_spec(dtype, dims, chunk.rows, processors))
         config, block_keys = certified.certify_config(function.spec, dims, chunk.rows, max_grid_x)
-        error_scale = certified.error_scale(dims.heads, dims.head_dim, attributes.scale)
         self.certify = runtime.prepare(
             function,
             config,
             *_unbound(function.spec),
             *(chunk.rows, chunk.q_seq, dims.key_seq, stride, block_keys, attributes.top_k),
-            *(*scales, error_scale, certified.BIAS_ERROR, floor),
+            *(*scales, certified.BIAS_ERROR),
             op=OP,
         )
         self.steps = tuple(
             Step(launch, operands)
-            for launch, operands in ((self.prepare, _BIAS), (self.score, _QUERY_KEY_WEIGHTS), (self.certify, _ALL))
+            for launch, operands in (
+                (self.split, _QUERY_KEY),
+                (self.prepare, _BIAS),
+                (self.score, _INPUTS),
+                (self.certify, _ALL),
+            )
             if launch is not None
         )
 
@@ -287,17 +302,26 @@ class _ChunkLaunches:
         bias = at.bias + row * dims.key_seq * 4
         out = at.out + row * self._top_k * 8
         scores, key_words = workspace + layout.scores_offset, workspace + layout.key_words_offset
+        bounds = workspace + layout.bounds_offset
         allowed = rows = tiles = 0
+        added_bias = bias
         if self.prepare is not None:
             allowed = workspace + layout.allowed_offset
             rows = workspace + layout.rows_offset
             tiles = workspace + layout.tiles_offset
+            added_bias = 0
             self.prepare.bind(bias, allowed, rows, tiles)
         if self.score is not None:
-            self.score.bind(weights, tiles, scores, key_words)
-            for position, tensor_map in zip(self._map_positions, self._maps(query, key), strict=True):
+            query_parts, key_parts = query, key
+            if self.split is not None:
+                query_parts, key_parts = workspace + layout.query_parts_offset, workspace + layout.key_parts_offset
+                self.split.bind(query, key, query_parts, key_parts)
+            self.score.bind(query, weights, added_bias, rows, tiles, scores, key_words, bounds)
+            for position, tensor_map in zip(self._map_positions, self._maps(query_parts, key_parts), strict=True):
                 self.score.set(position, tensor_map)
-        self.certify.bind(query, key, weights, bias, scores, allowed, rows, key_words, out, self._counters.ptr)
+        self.certify.bind(
+            *(query, key, weights, bias, scores, allowed, rows, key_words, bounds, out, self._counters.ptr)
+        )
 
     def _maps(self, query: int, key: int) -> tuple[TensorMap, TensorMap]:
         """Of queries and keys at these addresses; encoded once for each pair of them."""
@@ -305,8 +329,8 @@ class _ChunkLaunches:
         if maps is None:
             dims, chunk = self._dims, self._chunk
             maps = (
-                self._encode(query, chunk.rows * dims.heads, 1, certified.QUERY_BOX),
-                self._encode(key, dims.key_seq, chunk.batch, certified.KEY_BOX),
+                self._encode(query, chunk.rows * dims.heads, 1, certified.query_box(dims)),
+                self._encode(key, dims.key_seq, chunk.batch, certified.key_box(self._dtype, dims.head_dim)),
             )
             if len(self._encoded) == _MAP_LIMIT:
                 self._encoded.clear()
@@ -314,9 +338,11 @@ class _ChunkLaunches:
         return maps
 
     def _encode(self, address: int, vectors: int, batch: int, box: tuple[int, ...]) -> TensorMap:
-        depth, vector_bytes = self._dims.head_dim, self._dims.head_dim * self._dtype.itemsize
+        element = certified.part_type(self._dtype)
+        depth = certified.parts(self._dtype) * self._dims.head_dim
+        vector_bytes = depth * element.itemsize
         strides = (vector_bytes, vectors * vector_bytes)
-        return self._runtime.tensor_map(self._dtype, address, (depth, vectors, batch), strides, box)
+        return self._runtime.tensor_map(element, address, (depth, vectors, batch), strides, box)
 
 
 def _grids(*launches: PreparedLaunch | None) -> tuple[int, ...]:

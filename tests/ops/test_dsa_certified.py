@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 import nxrt_cuda as nx
-from nxrt_cuda.dtype import bfloat16, float16, float32
+from nxrt_cuda.dtype import DataType, bfloat16, data_type, float16, float32
 from nxrt_cuda.ops.dsa_certified import (
+    BIAS_ERROR,
     CertifiedLayout,
     certify_spec,
+    chunk_bytes,
     chunks,
     error_scale,
-    error_units,
-    norm_floor,
+    norm_weights,
     uncertified_reason,
     uses_prepare,
 )
@@ -47,7 +48,6 @@ def execute(rt: nx.CudaRuntime, case: DsaCase, options: Options | None = None):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": float32}, "Float32 products are not exact in the tensor cores' formats"),
         ({"heads": 16}, "16 heads; tensor-core scores take 32 or 64"),
         ({"head_dim": 96}, "head size 96; tensor-core scores take 64 or 128"),
         ({"key_seq": 131073}, "131073 keys; a cluster holds rows of 1 to 131072"),
@@ -58,6 +58,7 @@ def execute(rt: nx.CudaRuntime, case: DsaCase, options: Options | None = None):
         ({"capability": (10, 0)}, "tensor-core scores are for compute capability 9.0, this device has 10.0"),
         ({"aligned": False}, "query or key does not begin at a multiple of 16 bytes"),
         ({}, None),
+        ({"dtype": float32}, None),
         ({"heads": 32, "head_dim": 64, "dtype": float16, "key_seq": 131072}, None),
     ],
 )
@@ -105,14 +106,14 @@ def test_the_environment_or_the_factory_s_options_name_the_mode(
 # What is launched.
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_closed_forms(rt: nx.CudaRuntime, dtype: np.dtype) -> None:
     """Ties, lengths, masks, NaN and order of operations, through three launches or two."""
     for case in wide_closed_form_cases(dtype, 3000):
         execute(rt, case)
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("mask", ["none", "random", "causal", "soft"])
 def test_prefill_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, mask: str) -> None:
     """Three launches hand each other masks, accounts, tiles, scores and norms; an incomplete tile of rows."""
@@ -121,7 +122,7 @@ def test_prefill_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, mask
     assert (kernel.launch_stats().score_launches, kernel.launch_stats().selection_launches) == (1, 1)
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("values", ["normal", "integers", "wide", "special"])
 @pytest.mark.parametrize("key_seq", [1, 33, 256, 257, 700])
 def test_few_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, values: str, key_seq: int) -> None:
@@ -131,20 +132,31 @@ def test_few_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, values: 
         execute(rt, random_case(key_seq, dtype, **shape, top_k=top_k, values=values))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("heads", [32, 64])
+def test_decode_steps_of_many_batches_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, heads: int) -> None:
+    """Rows enough for a look at the bias first, in tiles of one row."""
+    shape = {"batch": 133, "q_seq": 1, "heads": heads, "head_dim": 64, "key_seq": 300}
+    execute(rt, random_case(7, dtype, **shape, top_k=5, mask="random"))
+
+
 def test_rows_that_select_every_allowed_key_are_not_scored(rt: nx.CudaRuntime) -> None:
     """Where top_k reaches the number of keys there is no score launch."""
     kernel = execute(rt, random_case(4, HALF_DTYPES[0], **SMALL, key_seq=30, top_k=30))
     assert (kernel.launch_stats().score_launches, kernel.launch_stats().selection_launches) == (0, 1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize(("batch", "q_seq", "row_limit"), [(1, 11, 4), (5, 3, 7), (3, 9, 1), (2, 4, 100)])
-def test_chunks_of_rows_give_the_same_result(rt: nx.CudaRuntime, batch: int, q_seq: int, row_limit: int) -> None:
+def test_chunks_of_rows_give_the_same_result(
+    rt: nx.CudaRuntime, dtype: np.dtype, batch: int, q_seq: int, row_limit: int
+) -> None:
     """Parts of a batch, several batches, single tiles of rows: whatever the workspace allows."""
-    case = random_case(5, HALF_DTYPES[1], **SMALL, batch=batch, q_seq=q_seq, key_seq=90, top_k=8, mask="random")
-    row_bytes = 4 * (92 + 8 + 1)
-    kernel = execute(rt, case, Options(workspace_bytes=row_limit * row_bytes))
-    dims = Dims(batch, q_seq, 32, 64, 90)
-    expected = len(list(chunks(dims, row_limit * row_bytes)))
+    case = random_case(5, dtype, **SMALL, batch=batch, q_seq=q_seq, key_seq=90, top_k=8, mask="random")
+    dims, element = Dims(batch, q_seq, 32, 64, 90), data_type(dtype)
+    limit = chunk_bytes(dims, element, -(-row_limit // q_seq), row_limit)
+    kernel = execute(rt, case, Options(workspace_bytes=limit))
+    expected = len(list(chunks(dims, element, limit)))
     assert kernel.launch_stats().score_launches == expected
     assert (expected > 1) == (row_limit < batch * q_seq)
 
@@ -209,25 +221,27 @@ def test_repairs_are_counted_on_the_device(rt: nx.CudaRuntime) -> None:
 # The workspace.
 
 
+@pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
 @pytest.mark.parametrize("limit", [1, 5000, 100_000, 1 << 28])
 @pytest.mark.parametrize("dims", [Dims(1, 1, 64, 128, 7), Dims(3, 33, 32, 64, 700), Dims(7, 2, 64, 64, 131072)])
-def test_chunks_cover_all_rows_once_and_stay_below_the_limit(dims: Dims, limit: int) -> None:
+def test_chunks_cover_all_rows_once_and_stay_below_the_limit(dims: Dims, limit: int, dtype: DataType) -> None:
     """In order; a chunk is above the limit only if it is one tile of rows."""
-    parts = list(chunks(dims, limit))
+    parts = list(chunks(dims, dtype, limit))
     rows = [part.first_row + row for part in parts for row in range(part.rows)]
     assert rows == list(range(dims.rows))
     tile_rows = 128 // dims.heads
     for part in parts:
         assert part.first_row == part.first_batch * dims.q_seq + part.first_row % dims.q_seq
         assert part.batch == 1 or part.q_seq == dims.q_seq
-        assert part.rows * 4 * dims.key_seq <= limit or part.rows <= tile_rows
-    layout = CertifiedLayout.of(dims, limit)
-    offsets = (layout.scores_offset, layout.allowed_offset, layout.rows_offset, layout.tiles_offset)
-    assert sorted({*offsets, layout.key_words_offset, layout.nbytes}) == [
-        *offsets,
-        layout.key_words_offset,
+        assert chunk_bytes(dims, dtype, part.batch, part.rows) <= limit or part.rows <= tile_rows
+    layout = CertifiedLayout.of(dims, dtype, limit)
+    offsets = [
+        *(layout.scores_offset, layout.allowed_offset, layout.rows_offset, layout.tiles_offset),
+        *(layout.key_words_offset, layout.bounds_offset),
+        *([layout.query_parts_offset, layout.key_parts_offset] if dtype == float32 else []),
         layout.nbytes,
     ]
+    assert sorted(set(offsets)) == offsets
 
 
 @pytest.mark.parametrize(
@@ -252,7 +266,7 @@ def test_a_row_is_spread_over_blocks_that_hold_it(key_seq: int, rows: int, clust
 def test_the_bias_is_looked_through_first_where_rows_fill_the_device() -> None:
     """One block takes a tile of rows."""
     dims = Dims(1, 264, 64, 128, 500)
-    (chunk,) = chunks(dims, 1 << 28)
+    (chunk,) = chunks(dims, bfloat16, 1 << 28)
     assert uses_prepare(dims, chunk, 132)
     assert not uses_prepare(dims, replace(chunk, q_seq=262), 132)
 
@@ -332,18 +346,104 @@ def test_the_bound_on_a_dot_holds_and_is_needed(depth: int) -> None:
     assert worst > tensor_units / 10
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(32, 64), (32, 128), (64, 64), (64, 128)])
-def test_the_constant_covers_every_rounding(heads: int, head_dim: int) -> None:
-    """The sum of docs/dsa_exactness.md, and a tenth in hand."""
-    strict = (head_dim - 1) + 1 + 1 + (heads - 1)
-    fast = 10.5 * head_dim / 16 + 1 + heads / 4 + 2
-    assert 1.1 * (strict + fast) <= error_units(heads, head_dim) < 1.1 * (strict + fast) + 1
-    scale = error_scale(heads, head_dim, 0.1)
-    assert scale == np.float32(scale)
-    assert scale >= error_units(heads, head_dim) * 2.0**-24 * np.float32(0.1)
+HEADS_AND_SIZES = [(32, 64), (32, 128), (64, 64), (64, 128)]
 
 
-def test_the_floor_of_norms_covers_elements_below_the_normal_range() -> None:
+@pytest.mark.parametrize("dtype", [float16, bfloat16, float32], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), HEADS_AND_SIZES)
+def test_the_weight_of_an_element_covers_every_rounding_of_its_product(
+    dtype: DataType, heads: int, head_dim: int
+) -> None:
+    """The sums of docs/dsa_exactness.md, a tenth in hand, and little more."""
+    weights = norm_weights(dtype, heads, head_dim)
+    split = 128 if dtype == float32 else 0
+    for d in range(head_dim):
+        strict = (head_dim - max(d, 1)) + 1 + 1 + (heads - 1)
+        tensor_cores = 10.5 * (head_dim / 16 - d // 16)
+        head_sum = 1 + heads / 4 + 2
+        split_only = 1 + 2 * 2 * 2**-8 * 10.5 * head_dim / 16 if split else 0
+        needed = 1.1 * (strict + tensor_cores + head_sum + split_only) + split
+        assert needed <= weights.of(d, head_dim) < needed + 3
+    assert weights.low == (3 * 2**24 if split else 0)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 2.0**-126, 1e30])
+def test_the_scale_of_the_error_is_rounded_up(scale: float) -> None:
+    """To an f32 above a unit times the f32 nearest to the scale."""
+    assert np.float32(2.0**-24) * np.float32(scale) <= error_scale(scale)
+    assert error_scale(scale) == np.float32(error_scale(scale))
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(float16, np.finfo(np.float16).smallest_normal), (bfloat16, 2.0**-62)])
+def test_the_floor_of_norms_covers_elements_below_the_normal_range(dtype: DataType, least: float) -> None:
     """Each element counts at least as the least normal f16, or as one whose square is still an f32."""
-    assert norm_floor(float16, 64) == 8 * float(np.finfo(np.float16).smallest_normal)
-    assert norm_floor(bfloat16, 64) == 8 * 2.0**-62
+    weights = norm_weights(dtype, 64, 128)
+    assert weights.floor >= np.sqrt(sum(weights.of(d, 128) for d in range(128))) * float(least)
+
+
+def split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As the split kernel does it, widened to f64."""
+    high = values.astype(ml_dtypes.bfloat16)
+    low = (values - high.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    return high.astype(np.float64), low.astype(np.float64)
+
+
+def test_three_products_of_parts_leave_no_more_than_the_norms_allow() -> None:
+    """f32 vectors of all magnitudes, and ones whose lower parts are as large as they come."""
+    rng = np.random.default_rng(5)
+    weights = norm_weights(float32, 64, 128)
+    worst = 0.0
+    for trial in range(300):
+        query, key = rng.standard_normal((2, 128)) * np.exp2(rng.integers(-30, 30, (2, 1)) * (trial % 3))
+        if trial % 3 == 1:
+            query = key = np.full(128, 1 + 2.0**-8 - 2.0**-17 - 2.0**-23)
+        query, key = query.astype(np.float32), key.astype(np.float32)
+        (q_high, q_low), (k_high, k_low) = split(query), split(key)
+        query, key = query.astype(np.float64), key.astype(np.float64)
+        error = abs(query @ key - (q_high @ k_high + q_high @ k_low + q_low @ k_high))
+        # The weights of splitting alone: those of roundings are left out.
+        norms = [np.sqrt(128 * x @ x + weights.low * (low @ low)) for x, low in ((query, q_low), (key, k_low))]
+        worst = max(worst, error / (2.0**-24 * norms[0] * norms[1]))
+    assert 0.5 < worst <= 1
+
+
+# Adding the bias.
+
+
+def fl(value: Fraction) -> Fraction:
+    """Rounded to f32, to nearest even, for values of ordinary size."""
+    if value == 0:
+        return value
+    step = Fraction(2) ** (_exponent(abs(value)) - 23)
+    return round(value / step) * step
+
+
+def outward(value: Fraction, up: bool) -> Fraction:
+    """The f32 at or beyond ``value``."""
+    step = Fraction(2) ** (_exponent(abs(value)) - 23) if value else Fraction(1)
+    steps = value / step
+    return (-(-steps.numerator // steps.denominator) if up else steps.numerator // steps.denominator) * step
+
+
+def is_covered(near: Fraction, far: Fraction, error: Fraction, share: Fraction) -> bool:
+    """Whether the range around f = fl(near) contains s = fl(far), with ``share`` of |f| added to the error."""
+    f, s = fl(near), fl(far)
+    whole = error + share * abs(f)
+    return outward(f - whole, up=False) <= s <= outward(f + whole, up=True)
+
+
+def test_the_error_of_adding_a_bias_is_needed_and_is_enough() -> None:
+    """Where f and s are in binades of different steps directed rounding alone does not cover what rounding moved."""
+    ulp = Fraction(2) ** -23
+    # From -1 - ulp on the steps are twice as wide as above -1. x rounds away to there, by almost half a step.
+    near = -(1 + ulp) + ulp / 2 * Fraction(999, 1000)
+    error = 2 * ulp
+    far = near + error * Fraction(9999, 10000)
+    assert not is_covered(near, far, error, Fraction(0))
+    assert is_covered(near, far, error, Fraction(BIAS_ERROR))
+    rng = np.random.default_rng(3)
+    for _ in range(3000):
+        near = Fraction(float(rng.choice([-1, 1]) * rng.uniform(0.5, 4))) + ulp * Fraction(float(rng.uniform(-2, 2)))
+        error = ulp * Fraction(float(np.exp2(rng.uniform(-4, 4))))
+        far = near + error * Fraction(float(rng.uniform(-1, 1)))
+        assert is_covered(near, far, error, Fraction(BIAS_ERROR))
