@@ -250,6 +250,7 @@ __device__ __forceinline__ void for_each_group(
 }
 
 __device__ __forceinline__ void store_words(unsigned int* words, const unsigned int (&group)[kWords]) {
+    __syncwarp();  // all lanes have read what is replaced
     if (threadIdx.x % kWarpSize == 0) {
         *reinterpret_cast<uint4*>(words) = make_uint4(group[0], group[1], group[2], group[3]);
     }
