@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -262,8 +264,107 @@ def test_a_thread_that_ends_in_a_capture_is_named_to_those_who_wait(
         on_thread(wait)
     with pytest.raises(nx.CaptureError, match="the thread 'careless'"):
         runtime.close()
+    context.open_captures.discard(runtime._session)
     _open_runtimes.discard(runtime)
     runtime._closed = True  # There is nothing left that could close it.
+
+
+def short_ways(rt: nx.CudaRuntime) -> dict[str, Callable[[], None]]:
+    """Calls that take the short way, the thread that asks for them being the owner of the gate."""
+    x, out = rt.zeros((4,), nx.float32), rt.zeros((1, 1, 2, 8), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with rt.capture() as graph:
+        rt.launch(launch)
+    kernel = nx.create_kernel(rt, nx.Node("Attention"))
+    operands = [rt.zeros((1, 1, 2, 8), nx.float32) for _ in range(3)]
+    kernel.execute(operands, [out])
+    kernel.execute(operands, [out])
+    rt.launch(launch)
+    return {
+        "launch": partial(rt.launch, launch),
+        "replay": graph.replay,
+        "execute": partial(kernel.execute, operands, [out]),
+    }
+
+
+@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+def test_whoever_comes_in_waits_for_the_call_on_the_short_way(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The owner makes it without the lock; a thread that comes meanwhile finds it made and counted."""
+    call = short_ways(rt)[what]
+    name = "graph_launch" if what == "replay" else "launch_kernel"
+    reached, go_on = threading.Event(), threading.Event()
+    reach_driver = getattr(rt._driver, name)
+
+    def hesitate(*arguments: Any) -> None:
+        reached.set()
+        assert go_on.wait(10)
+        reach_driver(*arguments)
+
+    def come_in() -> nx.RuntimeStats:
+        assert reached.wait(10)
+        return rt.stats()
+
+    before = rt.stats()
+    with Background(come_in) as other:
+        monkeypatch.setattr(rt._driver, name, hesitate)
+        late = threading.Timer(0.05, go_on.set)
+        late.start()
+        call()
+    late.join()
+    done = other.result.since(before)
+    assert (done.launches, done.graph_replays) == ((0, 1) if what == "replay" else (1, 0))
+
+
+@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+def test_the_short_way_is_of_the_thread_that_was_in_last(rt: nx.CudaRuntime, what: str) -> None:
+    """Another goes the long way once, and is then the owner; what is counted is what was called."""
+    call = short_ways(rt)[what]
+    before, gate = rt.stats(), rt._session.lock
+    for _ in range(3):
+        assert gate.owner == threading.get_ident()
+        call()
+        on_thread(call)
+        assert gate.owner != threading.get_ident()
+        call()
+    assert not gate.passing
+    done = rt.stats().since(before)
+    assert done.launches + done.graph_replays == 9
+
+
+def test_short_ways_of_many_threads_lose_nothing(rt: nx.CudaRuntime) -> None:
+    """Replays and launches that change hands all the time, beside captures: every one runs once, none is recorded."""
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with rt.capture() as graph:
+        rt.launch(launch)
+    before = rt.stats()
+
+    def work(call: Callable[[], None]) -> None:
+        for _ in range(300):
+            call()
+
+    def record() -> None:
+        for _ in range(30):
+            with rt.capture() as own:
+                rt.launch(launch)
+            assert own.node_count == 1
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with (
+            Background(work, graph.replay), Background(work, graph.replay),
+            Background(work, partial(rt.launch, launch)), Background(work, partial(rt.launch, launch, [x])),
+            Background(record),
+        ):  # fmt: skip
+            pass
+    finally:
+        sys.setswitchinterval(switch)
+    done = rt.stats().since(before)
+    assert (done.launches, done.graph_replays, graph.replays) == (630, 600, 600)
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 1200))
 
 
 def test_two_captures_into_one_slot_from_two_threads_are_two_segments(rt: nx.CudaRuntime) -> None:

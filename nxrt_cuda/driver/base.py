@@ -10,6 +10,7 @@ A context must be current on the calling thread for every call but those under "
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -127,6 +128,14 @@ class Driver(Protocol):
         """
         ...
 
+    def tensor_map_replace_address(self, tensor_map: int, address: int) -> None:
+        """Let a ``CUtensorMap``, at a host address that is a multiple of 64, describe memory at ``address``."""
+        ...
+
+    def ready_tensor_map_replace_address(self, tensor_map: int) -> Callable[[int], None]:
+        """:meth:`tensor_map_replace_address` of this map, made ready as :meth:`ready_launch_kernel` is."""
+        ...
+
     # Modules and functions.
     def module_load(self, image: bytes) -> int: ...
     def module_unload(self, module: int) -> None: ...
@@ -144,6 +153,12 @@ class Driver(Protocol):
         self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
     ) -> None:
         """``params`` is the address of an array of pointers, one to each argument's value."""
+        ...
+
+    def ready_launch_kernel(
+        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+    ) -> Callable[[], None]:
+        """:meth:`launch_kernel` with these arguments, converted once and not with every call; makes no driver call."""
         ...
 
     # Capture and graphs.
@@ -201,3 +216,6 @@ class Driver(Protocol):
 
     def graph_upload(self, graph_exec: int, stream: int) -> None: ...
     def graph_launch(self, graph_exec: int, stream: int) -> None: ...
+    def ready_graph_launch(self, graph_exec: int, stream: int) -> Callable[[], None]:
+        """:meth:`graph_launch` with these arguments, converted once and not with every call; makes no driver call."""
+        ...

@@ -29,9 +29,10 @@ back. Handles and addresses of one driver mean nothing to another.
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -43,7 +44,7 @@ from nxrt_cuda.driver.host_graph import CapturedMark, Graph, GraphExec, GraphNod
 from nxrt_cuda.driver.host_image import HostEntry, HostImage, HostLaunch, read_arguments
 from nxrt_cuda.driver.host_memory import DeviceMemory, PinnedMemory
 from nxrt_cuda.driver.host_stream import Event, Mark, Stream, Wait
-from nxrt_cuda.driver.host_tensor_map import HostTensorMap
+from nxrt_cuda.driver.host_tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, HostTensorMap
 from nxrt_cuda.driver.host_work import Copy, Fill, Function, KernelCall, Module, Operation
 
 __all__ = ["HostDriver", "HostEntry", "HostImage", "HostLaunch", "InjectedFailure", "LiveObjects"]
@@ -388,6 +389,17 @@ class HostDriver(HostCalls):
         tensor_map.check()
         return tensor_map.encode()
 
+    @driver_call("cuTensorMapReplaceAddress", context=False)
+    def tensor_map_replace_address(self, tensor_map: int, address: int) -> None:
+        if tensor_map % TENSOR_MAP_ALIGNMENT:
+            raise Failure("CUDA_ERROR_INVALID_VALUE", f"0x{tensor_map:x} is not a multiple of {TENSOR_MAP_ALIGNMENT}")
+        moved = replace(HostTensorMap.decode(ctypes.string_at(tensor_map, TENSOR_MAP_BYTES)), address=address)
+        moved.check()
+        ctypes.memmove(tensor_map, moved.encode(), TENSOR_MAP_BYTES)
+
+    def ready_tensor_map_replace_address(self, tensor_map: int) -> Callable[[int], None]:
+        return lambda address: self.tensor_map_replace_address(tensor_map, address)
+
     # Modules and functions
 
     @driver_call("cuModuleLoadDataEx", unsafe=True)
@@ -452,6 +464,11 @@ class HostDriver(HostCalls):
     ) -> None:
         target = self._stream(stream)
         self._submit(target, self._kernel_call(function, grid, block, shared_bytes, params))
+
+    def ready_launch_kernel(
+        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+    ) -> Callable[[], None]:
+        return lambda: self.launch_kernel(function, grid, block, shared_bytes, stream, params)
 
     # Capture and graphs
 
@@ -557,6 +574,9 @@ class HostDriver(HostCalls):
         replayed = self._graph_execs[graph_exec]
         replayed.check()
         self._executor.push(target, GraphRun(replayed.nodes))
+
+    def ready_graph_launch(self, graph_exec: int, stream: int) -> Callable[[], None]:
+        return lambda: self.graph_launch(graph_exec, stream)
 
     # What several calls share
 

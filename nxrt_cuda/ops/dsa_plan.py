@@ -10,14 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from nxrt_cuda.dtype import DataType
 from nxrt_cuda.errors import KernelError
-from nxrt_cuda.launch import KernelSpec, PreparedLaunch, TensorMap
+from nxrt_cuda.launch import KernelSpec, PlacedMap, PreparedLaunch, TensorMap
 from nxrt_cuda.ops import dsa_certified as certified
 from nxrt_cuda.ops import dsa_variants as strict
 from nxrt_cuda.ops.dsa_geometry import OP, Dims, WorkspaceLayout
+from nxrt_cuda.ops.launch_ledger import Tally
 from nxrt_cuda.tensor import TensorMut
 
 if TYPE_CHECKING:
@@ -34,9 +37,6 @@ __all__ = [
     "Step",
     "StrictPlan",
 ]
-
-_MAP_LIMIT = 64
-"""Pairs of addresses whose tensor maps are kept encoded, which costs several microseconds each."""
 
 _MODE = "NXRT_CUDA_DSA"
 _MODES = ("auto", "strict")
@@ -116,6 +116,7 @@ class Plan(ABC):
         nbytes: of the workspace.
         steps: what is launched, in order.
         score_grids, selection_grids: blocks of each launch of either kind that launches anything.
+        tally: counts its executions; given to it by the kernel object that has made it.
     """
 
     choice: DsaChoice
@@ -123,6 +124,13 @@ class Plan(ABC):
     steps: tuple[Step, ...]
     score_grids: tuple[int, ...]
     selection_grids: tuple[int, ...]
+    tally: Tally[DsaChoice]
+
+    @cached_property
+    def repeatable(self) -> tuple[PreparedLaunch, ...]:
+        """The launches that do it again where no address has changed; none where one of them launches nothing."""
+        launches = tuple(step.launch for step in self.steps)
+        return () if any(launch.config.is_empty for launch in launches) else launches
 
     @abstractmethod
     def bind(self, workspace: int, at: Addresses) -> None:
@@ -234,10 +242,18 @@ class _ChunkLaunches:
         self._runtime = runtime
         self._dims = dims
         self._dtype = dtype
-        self._top_k = attributes.top_k
-        self._layout = layout
         self._chunk = chunk
-        self._counters = counters
+        self._counted = counters.ptr
+        self._maps: tuple[PlacedMap, PlacedMap] | None = None
+        row, itemsize = chunk.first_row, dtype.itemsize
+        # Where the chunk begins in each operand, and its parts in the workspace, in bytes.
+        self._begins = Addresses(
+            query=row * dims.heads * dims.head_dim * itemsize,
+            key=chunk.first_batch * dims.key_seq * dims.head_dim * itemsize,
+            weights=row * dims.heads * itemsize,
+            bias=row * dims.key_seq * 4,
+            out=row * attributes.top_k * 8,
+        )
         processors = runtime.capabilities.multiprocessor_count
         extents = (chunk.batch, chunk.q_seq, dims.key_seq)
         stride = certified.row_stride(dims)
@@ -251,16 +267,19 @@ class _ChunkLaunches:
             top_k = attributes.top_k
             self.prepare = runtime.prepare(function, config, *_unbound(function.spec), *extents, top_k, op=OP)
         self.score: PreparedLaunch | None = None
-        self._encoded: dict[tuple[int, int], tuple[TensorMap, TensorMap]] = {}
         if dims.key_seq > attributes.top_k:
             function = runtime.function(certified.score_spec(dtype, dims.heads, dims.head_dim))
             config = certified.score_config(function.spec, dims, chunk, processors, max_grid_x)
-            kinds = [param.kind for param in function.spec.params]
-            self._map_positions = [position for position, kind in enumerate(kinds) if kind == "tensor_map"]
             maps = (bytes(128), bytes(128))
             self.score = runtime.prepare(
                 function, config, *_unbound(function.spec), *maps, *extents, stride, *scales, floor, op=OP
             )
+        prepared = (layout.allowed_offset, layout.rows_offset, layout.tiles_offset)
+        self._parts = (
+            layout.scores_offset,
+            layout.key_words_offset,
+            *((None,) * len(prepared) if self.prepare is None else prepared),
+        )
         function = runtime.function(certified.certify_spec(dtype, dims, chunk.rows, processors))
         config, block_keys = certified.certify_config(function.spec, dims, chunk.rows, max_grid_x)
         error_scale = certified.error_scale(dims.heads, dims.head_dim, attributes.scale)
@@ -279,39 +298,26 @@ class _ChunkLaunches:
         )
 
     def bind(self, workspace: int, at: Addresses) -> None:
-        dims, chunk, layout = self._dims, self._chunk, self._layout
-        row, itemsize = chunk.first_row, self._dtype.itemsize
-        query = at.query + row * dims.heads * dims.head_dim * itemsize
-        key = at.key + chunk.first_batch * dims.key_seq * dims.head_dim * itemsize
-        weights = at.weights + row * dims.heads * itemsize
-        bias = at.bias + row * dims.key_seq * 4
-        out = at.out + row * self._top_k * 8
-        scores, key_words = workspace + layout.scores_offset, workspace + layout.key_words_offset
-        allowed = rows = tiles = 0
+        query, key, weights, bias, out = map(add, at, self._begins)
+        scores, key_words, allowed, rows, tiles = [0 if part is None else workspace + part for part in self._parts]
         if self.prepare is not None:
-            allowed = workspace + layout.allowed_offset
-            rows = workspace + layout.rows_offset
-            tiles = workspace + layout.tiles_offset
             self.prepare.bind(bias, allowed, rows, tiles)
         if self.score is not None:
             self.score.bind(weights, tiles, scores, key_words)
-            for position, tensor_map in zip(self._map_positions, self._maps(query, key), strict=True):
-                self.score.set(position, tensor_map)
-        self.certify.bind(query, key, weights, bias, scores, allowed, rows, key_words, out, self._counters.ptr)
+            query_map, key_map = self._maps or self._encode_maps(self.score, query, key)
+            query_map.move(query)
+            key_map.move(key)
+        self.certify.bind(query, key, weights, bias, scores, allowed, rows, key_words, out, self._counted)
 
-    def _maps(self, query: int, key: int) -> tuple[TensorMap, TensorMap]:
-        """Of queries and keys at these addresses; encoded once for each pair of them."""
-        maps = self._encoded.get((query, key))
-        if maps is None:
-            dims, chunk = self._dims, self._chunk
-            maps = (
-                self._encode(query, chunk.rows * dims.heads, 1, certified.QUERY_BOX),
-                self._encode(key, dims.key_seq, chunk.batch, certified.KEY_BOX),
-            )
-            if len(self._encoded) == _MAP_LIMIT:
-                self._encoded.clear()
-            self._encoded[query, key] = maps
-        return maps
+    def _encode_maps(self, score: PreparedLaunch, query: int, key: int) -> tuple[PlacedMap, PlacedMap]:
+        """The tensor maps among the arguments of ``score``, which lack until the first addresses are known."""
+        dims, chunk = self._dims, self._chunk
+        params = score.function.spec.params
+        query_map, key_map = (position for position, param in enumerate(params) if param.kind == "tensor_map")
+        score.set(query_map, self._encode(query, chunk.rows * dims.heads, 1, certified.QUERY_BOX))
+        score.set(key_map, self._encode(key, dims.key_seq, chunk.batch, certified.KEY_BOX))
+        self._maps = score.tensor_maps[query_map], score.tensor_maps[key_map]
+        return self._maps
 
     def _encode(self, address: int, vectors: int, batch: int, box: tuple[int, ...]) -> TensorMap:
         depth, vector_bytes = self._dims.head_dim, self._dims.head_dim * self._dtype.itemsize

@@ -1,0 +1,107 @@
+"""The short way of an execution that does what the one before it did."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from nxrt_cuda.context import Session, open_captures
+from nxrt_cuda.errors import DriverError
+from nxrt_cuda.launch import PreparedLaunch
+from nxrt_cuda.stats import RuntimeCounters
+
+if TYPE_CHECKING:
+    from nxrt_cuda.tensor import TensorView
+
+__all__ = ["LastExecution"]
+
+
+class Counted(Protocol):
+    """What is counted with every execution."""
+
+    executions: int
+
+
+Tally = TypeVar("Tally", bound=Counted)
+
+
+class LastExecution(Generic[Tally]):
+    """The latest execution of a kernel object, to be made again where the operands are the very same.
+
+    Views are immutable: the same objects have the same addresses and layouts, so that the launches are packed as
+    they have to be, and only memory may have been freed since. The views are not kept alive.
+    """
+
+    __slots__ = ("_absent", "_counters", "_frees", "_launches", "_output", "_references", "_session", "_tally")
+
+    _tally: Tally
+
+    def __init__(self, session: Session, counters: RuntimeCounters) -> None:
+        self._session = session
+        self._counters = counters
+        self._output: Callable[[], Any] = _nothing
+        self._references: list[Callable[[], Any]] = []
+        self._absent = 0
+        self._launches: tuple[PreparedLaunch, ...] = ()
+        self.forget()
+
+    def again(self, operands: list[TensorView | None]) -> Tally | None:
+        """Make the launches again if these are their operands; the tally that counts it, or None if they are not.
+
+        Also None, with nothing launched, where the runtime is doing something that asks for more than launches.
+
+        Raises:
+            DriverError: the driver refused one.
+        """
+        session = self._session
+        gate = session.lock
+        if gate.owner != get_ident():
+            return None
+        gate.passing = True
+        try:
+            if (
+                self._output() is not operands[-1]  # asked first: a new one is told apart at once
+                or gate.owner != get_ident()
+                or session.detours
+                or open_captures
+                or self._frees != session.frees
+            ):
+                return None
+            known = [reference() for reference in self._references]
+            # The reference of an operand that is gone gives None too, as an absent one does.
+            if known != operands or (None in known and known.count(None) != self._absent):
+                return None
+            for launch in self._launches:
+                try:
+                    launch.start()
+                except DriverError as error:
+                    session.retry(error, launch.start)
+                self._counters.launches += 1
+                session.suspects.append(launch.label)
+            tally = self._tally
+            tally.executions += 1
+            return tally
+        finally:
+            gate.passing = False
+
+    def remember(self, operands: list[TensorView | None], launches: tuple[PreparedLaunch, ...], tally: Tally) -> None:
+        """``operands`` were checked and ``launches`` made, all with a grid that launches anything; the lock is held."""
+        if self._output() is not operands[-1]:
+            # Where every execution has an output of its own, the others would be noted for nothing.
+            self._output = weakref.ref(operands[-1])
+            return
+        self._references = [_nothing if view is None else weakref.ref(view) for view in operands]
+        self._absent = operands.count(None)
+        self._frees = self._session.frees
+        self._launches = launches
+        self._tally = tally
+
+    def forget(self) -> None:
+        """There is nothing to make again until the next :meth:`remember`."""
+        self._frees = -1
+
+
+def _nothing() -> None:
+    return None
