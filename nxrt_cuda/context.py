@@ -46,7 +46,7 @@ _PATIENCE = 0.2
 """Seconds between two looks whether the thread whose capture is waited for still lives."""
 
 _PASSING = 20e-6
-"""Seconds between two looks whether a thread still makes the one call of its short way."""
+"""Seconds between two looks whether a thread still makes its call on the short way."""
 
 _SUSPECTS = 64
 """How many launches since the last good synchronise a fault report names."""
@@ -169,38 +169,52 @@ open_captures: set[Session] = set()
 """The sessions of this process that have a capture open."""
 
 
+class Turn:
+    """A time in which one thread was the last to come in.
+
+    Attributes:
+        owner: its identifier.
+        passing: whether it makes a call on the short way.
+    """
+
+    __slots__ = ("owner", "passing")
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+        self.passing = False
+
+
 class _Gate:
     """The lock of one runtime: re-entrant, and kept by a capturing thread until its capture has ended.
 
     Waiting cannot go on for ever: a thread that captures on one runtime is refused by all others, so that two
     never wait for each other's capture; and the capture of a thread that has ended can be ended by nobody.
 
-    Launches and replays have a *short way*. A lock costs a quarter of a graph launch, so that the thread that was in
-    last, the owner, makes a single call without it::
+    Launches and replays have a *short way*. A lock costs as much as a sixth of a graph launch, so that the thread
+    whose turn it is, which was in last, makes its calls without it::
 
-        if gate.owner == get_ident():
-            gate.passing = True
+        turn = gate.turn
+        if turn.owner == get_ident():
+            turn.passing = True
             try:
-                if gate.owner == get_ident() and not session.detours and not open_captures:
+                if gate.turn is turn and not session.detours and not open_captures:
                     ...
             finally:
-                gate.passing = False
+                turn.passing = False
 
-    Whoever comes next takes the lock, then the ownership, and then waits until nobody passes any more; the owner asks
-    again after it has said that it passes. One of the two sees the other, and an interrupt finds no gap in between.
+    Whoever comes next takes the lock, begins a turn, and waits until nobody passes in the one before; who passes looks
+    whether the turn is still the same. One of the two sees the other, and an interrupt finds no gap in between.
 
     Attributes:
-        owner: the identifier of the thread that was in last.
-        passing: whether the owner is on the short way.
+        turn: the present one.
         capturer: the thread that has a capture open, or None.
     """
 
-    __slots__ = ("_lock", "capturer", "owner", "passing")
+    __slots__ = ("_lock", "capturer", "turn")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.owner = 0
-        self.passing = False
+        self.turn = Turn(0)
         self.capturer: threading.Thread | None = None
 
     def acquire(self) -> None:
@@ -212,8 +226,8 @@ class _Gate:
         """
         if self._lock.acquire(False):
             if not open_captures or self._admits_this_thread():
-                if self.owner != get_ident():
-                    self._own()
+                if self.turn.owner != get_ident():
+                    self._begin_turn()
                 return
             self._lock.release()
         if _thread.capturing is not None:
@@ -226,13 +240,13 @@ class _Gate:
         self._check_capturer()
         while not self._lock.acquire(timeout=_PATIENCE):
             self._check_capturer()
-        self._own()
+        self._begin_turn()
 
     def acquire_within(self, seconds: float) -> bool:
         """Whether no other thread is in, at the latest after ``seconds``; whatever this thread captures."""
         if not self._lock.acquire(timeout=seconds):
             return False
-        self._own()
+        self._begin_turn()
         return True
 
     def release(self) -> None:
@@ -243,12 +257,19 @@ class _Gate:
     def __exit__(self, *exc_info: object) -> None:
         self._lock.release()
 
-    def _own(self) -> None:
-        """Be the owner, once the one before passes no more; the lock is held."""
-        if self.owner != get_ident():
-            self.owner = get_ident()
-            while self.passing:
+    def _begin_turn(self) -> None:
+        """Begin this thread's turn, once nobody passes in the one before; the lock is held, unless this fails."""
+        before = self.turn
+        if before.owner == get_ident():
+            return
+        self.turn = Turn(get_ident())
+        try:
+            while before.passing:
                 sleep(_PASSING)
+        except BaseException:
+            self.turn = before
+            self._lock.release()
+            raise
 
     def _admits_this_thread(self) -> bool:
         """Whether this thread captures here, or nobody does and it captures nowhere else.

@@ -166,11 +166,12 @@ class CapturedGraph:
         """
         session = self._session
         gate = session.lock
-        if gate.owner == get_ident():
-            gate.passing = True
+        turn = gate.turn
+        if turn.owner == get_ident():
+            turn.passing = True
             try:
                 start = self._start
-                if start is not None and gate.owner == get_ident() and not session.detours and not open_captures:
+                if start is not None and gate.turn is turn and not session.detours and not open_captures:
                     try:
                         start()
                     except DriverError as error:
@@ -180,7 +181,7 @@ class CapturedGraph:
                     self._counters.graph_replays += 1
                     return
             finally:
-                gate.passing = False
+                turn.passing = False
         self._launch(slice(None), self._label)
 
     def replay_segment(self, index: int) -> None:

@@ -57,13 +57,14 @@ class LastExecution(Generic[Tally]):
         """
         session = self._session
         gate = session.lock
-        if gate.owner != get_ident():
+        turn = gate.turn
+        if turn.owner != get_ident():
             return None
-        gate.passing = True
+        turn.passing = True
         try:
             if (
                 self._output() is not operands[-1]  # asked first: a new one is told apart at once
-                or gate.owner != get_ident()
+                or gate.turn is not turn
                 or session.detours
                 or open_captures
                 or self._frees != session.frees
@@ -84,7 +85,7 @@ class LastExecution(Generic[Tally]):
             tally.executions += 1
             return tally
         finally:
-            gate.passing = False
+            turn.passing = False
 
     def remember(self, operands: list[TensorView | None], launches: tuple[PreparedLaunch, ...], tally: Tally) -> None:
         """``operands`` were checked and ``launches`` made, all with a grid that launches anything; the lock is held."""

@@ -663,12 +663,13 @@ class CudaRuntime:
         """
         session = self._session
         gate = session.lock
-        if gate.owner == get_ident():
-            gate.passing = True
+        turn = gate.turn
+        if turn.owner == get_ident():
+            turn.passing = True
             try:
                 if (
                     prepared.home is session
-                    and gate.owner == get_ident()
+                    and gate.turn is turn
                     and not session.detours
                     and not open_captures
                     and (operands is not None or prepared.checked == session.frees)
@@ -681,7 +682,7 @@ class CudaRuntime:
                     session.suspects.append(prepared.label)
                     return
             finally:
-                gate.passing = False
+                turn.passing = False
         self._launch(prepared, operands)
 
     def _launch(self, prepared: PreparedLaunch, operands: Sequence[TensorView | None] | None) -> None:

@@ -323,14 +323,41 @@ def test_the_short_way_is_of_the_thread_that_was_in_last(rt: nx.CudaRuntime, wha
     call = short_ways(rt)[what]
     before, gate = rt.stats(), rt._session.lock
     for _ in range(3):
-        assert gate.owner == threading.get_ident()
+        assert gate.turn.owner == threading.get_ident()
         call()
         on_thread(call)
-        assert gate.owner != threading.get_ident()
+        assert gate.turn.owner != threading.get_ident()
         call()
-    assert not gate.passing
+    assert not gate.turn.passing
     done = rt.stats().since(before)
     assert done.launches + done.graph_replays == 9
+
+
+def test_an_interrupt_while_another_passes_leaves_the_gate_as_it_was(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes after that still waits for the call, and nothing is locked."""
+    gate = rt._session.lock
+    rt.stats()
+    turn = gate.turn
+    turn.passing = True
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    def come_in() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(context, "sleep", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                rt.stats()
+        assert gate.turn is turn
+        rt.stats()
+
+    with Background(come_in) as other:
+        assert not other.done.wait(0.05)
+        turn.passing = False
+    assert gate.turn is not turn
+    rt.stats()
 
 
 def test_short_ways_of_many_threads_lose_nothing(rt: nx.CudaRuntime) -> None:
