@@ -34,7 +34,7 @@ class LastExecution(Generic[Tally]):
     they have to be, and only memory may have been freed since. The views are not kept alive.
     """
 
-    __slots__ = ("_absent", "_counters", "_frees", "_launches", "_output", "_references", "_session", "_tally")
+    __slots__ = ("_counters", "_dropped", "_frees", "_launches", "_output", "_references", "_session", "_tally")
 
     _tally: Tally
 
@@ -43,7 +43,7 @@ class LastExecution(Generic[Tally]):
         self._counters = counters
         self._output: Callable[[], Any] = _nothing
         self._references: list[Callable[[], Any]] = []
-        self._absent = 0
+        self._dropped: list[object] = []
         self._launches: tuple[PreparedLaunch, ...] = ()
         self.forget()
 
@@ -68,11 +68,9 @@ class LastExecution(Generic[Tally]):
                 or session.detours
                 or open_captures
                 or self._frees != session.frees
+                or self._dropped  # an operand that is gone looks like one that is absent
+                or [reference() for reference in self._references] != operands
             ):
-                return None
-            known = [reference() for reference in self._references]
-            # The reference of an operand that is gone gives None too, as an absent one does.
-            if known != operands or (None in known and known.count(None) != self._absent):
                 return None
             for launch in self._launches:
                 try:
@@ -93,8 +91,9 @@ class LastExecution(Generic[Tally]):
             # Where every execution has an output of its own, the others would be noted for nothing.
             self._output = weakref.ref(operands[-1])
             return
-        self._references = [_nothing if view is None else weakref.ref(view) for view in operands]
-        self._absent = operands.count(None)
+        self._dropped = []
+        note = self._dropped.append
+        self._references = [_nothing if view is None else weakref.ref(view, note) for view in operands]
         self._frees = self._session.frees
         self._launches = launches
         self._tally = tally

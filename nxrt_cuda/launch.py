@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from numbers import Real
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -258,12 +258,6 @@ class LaunchConfig:
         return 0 in self.grid
 
 
-@cache
-def _pointer_packer(count: int) -> Callable[..., None]:
-    """Packs ``count`` addresses."""
-    return struct.Struct(f"{count}Q").pack_into
-
-
 def _argument_block(layout: Sequence[ParamInfo]) -> tuple[memoryview, int, np.ndarray]:
     """Zeroed bytes for the arguments, their address, and the array of pointers into them that the driver reads."""
     size = layout[-1].offset + layout[-1].size if layout else 0
@@ -301,6 +295,8 @@ class PreparedLaunch:
         "_activity",
         "_base",
         "_block",
+        "_bound",
+        "_pack",
         "_pointers",
         "_tensors",
         "checked",
@@ -331,6 +327,9 @@ class PreparedLaunch:
         self.start: Callable[[], None] = _not_ready
         self.checked = -1
         self._activity: Activity | None = None
+        # How many pointers were bound last, and what packs as many.
+        self._bound = 0
+        self._pack = struct.Struct("").pack_into
         self.params: int = self._pointers.ctypes.data
         self._tensors: dict[int, TensorView] = {}
         self.operands: tuple[TensorView, ...] = ()
@@ -403,7 +402,10 @@ class PreparedLaunch:
 
         ``operands`` stay as they are: whoever binds gives the tensors to ``CudaRuntime.launch``.
         """
-        _pointer_packer(len(pointers))(self._block, 0, *pointers)
+        if len(pointers) != self._bound:
+            self._bound = len(pointers)
+            self._pack = struct.Struct(f"{self._bound}Q").pack_into
+        self._pack(self._block, 0, *pointers)
 
     @property
     def activity(self) -> Activity:

@@ -223,14 +223,15 @@ class AttentionKernel(Kernel):
         operands = [*inputs, *_ABSENT[len(inputs) :], *outputs]
         metadata = [None if view is None else view.metadata for view in operands]
         addresses = [0 if view is None else view.ptr for view in operands]
-        alignment = lowest_bit(ACCESS_BYTES | addresses[0] | addresses[1] | addresses[2] | addresses[-1])
-        mask_alignment = lowest_bit(ACCESS_BYTES | addresses[3])
-        layout = (alignment, mask_alignment, *metadata)
+        query, key, value, mask, *_, output = addresses
+        bits, mask_bits = ACCESS_BYTES | query | key | value | output, ACCESS_BYTES | mask
+        layout = (bits & -bits, mask_bits & -mask_bits, *metadata)
         plan = self._plans.find(layout)
         if plan is None:
             geometry = AttentionGeometry.resolve(self._attributes, metadata[:-1], metadata[-1])
         check_memory(op, self._runtime, _OPERAND_NAMES, operands, len(INPUT_NAMES))
         if plan is None:
+            alignment, mask_alignment = lowest_bit(bits), lowest_bit(mask_bits)
             plan = self._plan(outputs[0].dtype, geometry, alignment, mask_alignment, addresses)
             self._plans.keep(layout, plan)
         counters = None

@@ -52,7 +52,7 @@ from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.node import Node
 from nxrt_cuda.ops import dsa_certified, dsa_variants
 from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, check_shapes, resolve_dims
-from nxrt_cuda.ops.dsa_plan import Addresses, Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
+from nxrt_cuda.ops.dsa_plan import Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
 from nxrt_cuda.ops.dsa_variants import ACCESS_BYTES, ELEMENT_TYPES
 from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
 from nxrt_cuda.ops.operands import check_memory, operand_label
@@ -222,11 +222,11 @@ class DsaIndexSelectKernel(Kernel):
 
     def _bind(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[Plan, WorkspaceSlot]:
         """Check the operands, and write their addresses into the launches for their layout."""
-        operands = _required_operands(inputs, outputs)
+        operands = _all_operands(inputs, outputs)
         check_memory(OP, self._runtime, _OPERAND_NAMES, operands, _OUTPUT)
         query, key, weights, bias, out = operands
         aligned = (query.ptr | key.ptr) % ACCESS_BYTES == 0
-        layout = aligned, tuple([view.metadata for view in operands])
+        layout = aligned, (query.metadata, key.metadata, weights.metadata, bias.metadata, out.metadata)
         plan = self._plans.find(layout)
         if plan is None:
             plan, slot = self._plan(self._check_metadata(layout[1]), query.dtype, aligned)
@@ -235,7 +235,7 @@ class DsaIndexSelectKernel(Kernel):
         else:
             slot = self._workspace.candidate(plan.nbytes)
         self._last.forget()
-        plan.bind(slot.ptr, Addresses(query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr))
+        plan.bind(slot.ptr, query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr)
         return plan, slot
 
     def workspace_requirement(self, inputs: Sequence[TensorMetadata]) -> WorkspaceRequirement:
@@ -413,16 +413,17 @@ def unsupported_reason(
     return None
 
 
-def _required_operands(inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[TensorView, ...]:
+def _all_operands(inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[TensorView, ...]:
     if len(inputs) != len(INPUT_NAMES):
         raise KernelError(OP, f"expected 4 inputs, got {len(inputs)}")
     if len(outputs) != 1:
         raise KernelError(OP, f"expected 1 output, got {len(outputs)}")
-    if None in inputs:
+    query, key, weights, bias = inputs
+    if query is None or key is None or weights is None or bias is None:
         index = list(inputs).index(None)
         name = INPUT_NAMES[index]
         raise KernelError(OP, f"required input {index} ('{name}') is absent", operand=name)
-    return (*inputs, *outputs)  # type: ignore[arg-type]
+    return query, key, weights, bias, outputs[0]
 
 
 def _operand_error(position: int, what: str) -> KernelError:

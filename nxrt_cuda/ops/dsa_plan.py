@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from nxrt_cuda.runtime import CudaRuntime
 
 __all__ = [
-    "Addresses",
     "Attributes",
     "CertifiedPlan",
     "DsaChoice",
@@ -91,16 +90,6 @@ class Attributes(NamedTuple):
     weights_scale: float
 
 
-class Addresses(NamedTuple):
-    """Where the operands of one call begin."""
-
-    query: int
-    key: int
-    weights: int
-    bias: int
-    out: int
-
-
 class Step(NamedTuple):
     """One launch, and which of the operands (the four inputs, then the output) it touches."""
 
@@ -133,8 +122,8 @@ class Plan(ABC):
         return () if any(launch.config.is_empty for launch in launches) else launches
 
     @abstractmethod
-    def bind(self, workspace: int, at: Addresses) -> None:
-        """Renew the addresses."""
+    def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
+        """Renew the addresses: of the workspace, and of the operands."""
 
 
 _INPUTS = slice(0, 4)
@@ -184,10 +173,10 @@ class StrictPlan(Plan):
         self.score_grids = _grids(self._score)
         self.selection_grids = _grids(self._select)
 
-    def bind(self, workspace: int, at: Addresses) -> None:
+    def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
         scores, allowed = workspace + self._layout.scores_offset, workspace + self._layout.allowed_offset
-        self._score.bind(at.query, at.key, at.weights, at.bias, scores, allowed)
-        self._select.bind(scores, allowed, at.out)
+        self._score.bind(query, key, weights, bias, scores, allowed)
+        self._select.bind(scores, allowed, out)
 
 
 class CertifiedPlan(Plan):
@@ -220,9 +209,9 @@ class CertifiedPlan(Plan):
         self.score_grids = _grids(*(chunk.score for chunk in self._chunks))
         self.selection_grids = _grids(*(chunk.certify for chunk in self._chunks))
 
-    def bind(self, workspace: int, at: Addresses) -> None:
+    def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
         for chunk in self._chunks:
-            chunk.bind(workspace, at)
+            chunk.bind(workspace, (query, key, weights, bias, out))
 
 
 class _ChunkLaunches:
@@ -246,13 +235,13 @@ class _ChunkLaunches:
         self._counted = counters.ptr
         self._maps: tuple[PlacedMap, PlacedMap] | None = None
         row, itemsize = chunk.first_row, dtype.itemsize
-        # Where the chunk begins in each operand, and its parts in the workspace, in bytes.
-        self._begins = Addresses(
-            query=row * dims.heads * dims.head_dim * itemsize,
-            key=chunk.first_batch * dims.key_seq * dims.head_dim * itemsize,
-            weights=row * dims.heads * itemsize,
-            bias=row * dims.key_seq * 4,
-            out=row * attributes.top_k * 8,
+        # Bytes before the chunk in query, key, weights, bias and output.
+        self._begins = (
+            row * dims.heads * dims.head_dim * itemsize,
+            chunk.first_batch * dims.key_seq * dims.head_dim * itemsize,
+            row * dims.heads * itemsize,
+            row * dims.key_seq * 4,
+            row * attributes.top_k * 8,
         )
         processors = runtime.capabilities.multiprocessor_count
         extents = (chunk.batch, chunk.q_seq, dims.key_seq)
@@ -275,6 +264,7 @@ class _ChunkLaunches:
                 function, config, *_unbound(function.spec), *maps, *extents, stride, *scales, floor, op=OP
             )
         prepared = (layout.allowed_offset, layout.rows_offset, layout.tiles_offset)
+        # Bytes before its scores, key words, allowed bits, rows and tiles in the workspace.
         self._parts = (
             layout.scores_offset,
             layout.key_words_offset,
@@ -297,8 +287,8 @@ class _ChunkLaunches:
             if launch is not None
         )
 
-    def bind(self, workspace: int, at: Addresses) -> None:
-        query, key, weights, bias, out = map(add, at, self._begins)
+    def bind(self, workspace: int, operands: tuple[int, ...]) -> None:
+        query, key, weights, bias, out = map(add, operands, self._begins)
         scores, key_words, allowed, rows, tiles = [0 if part is None else workspace + part for part in self._parts]
         if self.prepare is not None:
             self.prepare.bind(bias, allowed, rows, tiles)
