@@ -169,7 +169,7 @@ open_captures: set[Session] = set()
 """The sessions of this process that have a capture open."""
 
 
-class Turn:
+class _Turn:
     """A time in which one thread was the last to come in.
 
     Attributes:
@@ -214,7 +214,7 @@ class _Gate:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.turn = Turn(0)
+        self.turn = _Turn(0)
         self.capturer: threading.Thread | None = None
 
     def acquire(self) -> None:
@@ -262,7 +262,7 @@ class _Gate:
         before = self.turn
         if before.owner == get_ident():
             return
-        self.turn = Turn(get_ident())
+        self.turn = _Turn(get_ident())
         try:
             while before.passing:
                 sleep(_PASSING)

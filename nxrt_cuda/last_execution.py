@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["LastExecution"]
 
 
-class Counted(Protocol):
+class _Counted(Protocol):
     """What is counted with every execution."""
 
     executions: int
 
 
-Tally = TypeVar("Tally", bound=Counted)
+Tally = TypeVar("Tally", bound=_Counted)
 
 
 class LastExecution(Generic[Tally]):

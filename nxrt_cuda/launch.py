@@ -98,7 +98,7 @@ class Param(NamedTuple):
         return self.kind in ("ptr", "tensor_map")
 
 
-Mover = Callable[[int], Callable[[int], None]]
+_Mover = Callable[[int], Callable[[int], None]]
 """For the host address of a tensor map, the driver's call that gives this map the address of other memory."""
 
 
@@ -111,10 +111,10 @@ class TensorMap(bytes):
     """
 
     address: int
-    mover: Mover
+    mover: _Mover
 
     @classmethod
-    def of(cls, encoded: bytes, address: int, mover: Mover) -> TensorMap:
+    def of(cls, encoded: bytes, address: int, mover: _Mover) -> TensorMap:
         """``encoded``, which the driver made for ``address``."""
         tensor_map = cls(encoded)
         tensor_map.address = address
@@ -136,7 +136,7 @@ class PlacedMap:
 
     __slots__ = ("_known", "_mover", "_replace_address", "address", "place")
 
-    def __init__(self, place: memoryview, host_address: int, address: int, mover: Mover) -> None:
+    def __init__(self, place: memoryview, host_address: int, address: int, mover: _Mover) -> None:
         self.place = place
         self.address = address
         self._mover = mover
