@@ -16,7 +16,7 @@ was recorded. Closing it, or dropping it, lets go of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from nxrt_cuda.activity import Activity
 from nxrt_cuda.context import Session, open_captures
 from nxrt_cuda.dot import SegmentPicture, to_dot
-from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, ReadyCall
 from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, GraphError
 from nxrt_cuda.rebind import HalfRebound, rebind
 from nxrt_cuda.segment import Node, Segment, Work
@@ -74,7 +74,9 @@ class CapturedGraph:
         self._counters = counters
         self._segments: tuple[Segment, ...] = ()
         # Replays the one segment of a graph that has one, and is neither closed nor broken.
-        self._start: Callable[[], None] | None = None
+        self._start: ReadyCall | None = None
+        # Of the session, at hand: a replay costs the host so little that it shows where they are looked up.
+        self._gate, self._detours, self._suspect = session.lock, session.detours, session.suspects.append
         self._closed = False
         # Why no replay is possible any more; empty while it is.
         self._broken = ""
@@ -164,19 +166,20 @@ class CapturedGraph:
             GraphError: the graph is closed or has no segment.
             CaptureError: the runtime is capturing.
         """
-        session = self._session
-        gate = session.lock
+        gate = self._gate
         turn = gate.turn
         if turn.owner == get_ident():
             turn.passing = True
             try:
                 start = self._start
-                if start is not None and gate.turn is turn and not session.detours and not open_captures:
+                if start is not None and gate.turn is turn and not self._detours and not open_captures:
                     try:
-                        start()
+                        (status,) = start.call()
+                        if status:
+                            raise start.error(status)
                     except DriverError as error:
-                        session.retry(error, start)
-                    session.suspects.append(self._label)
+                        self._session.retry(error, start)
+                    self._suspect(self._label)
                     self.replays += 1
                     self._counters.graph_replays += 1
                     return

@@ -73,10 +73,13 @@ class LastExecution(Generic[Tally]):
             ):
                 return None
             for launch in self._launches:
+                start = launch.start
                 try:
-                    launch.start()
+                    (status,) = start.call()
+                    if status:
+                        raise start.error(status)
                 except DriverError as error:
-                    session.retry(error, launch.start)
+                    session.retry(error, start)
                 self._counters.launches += 1
                 session.suspects.append(launch.label)
             tally = self._tally

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from nxrt_cuda.activity import Activity
-from nxrt_cuda.driver.base import Dim3, ParamInfo
+from nxrt_cuda.driver.base import Dim3, ParamInfo, ReadyCall
 from nxrt_cuda.errors import LaunchError, LaunchOverflowError
 from nxrt_cuda.tensor import TensorView
 
@@ -269,10 +269,6 @@ def _argument_block(layout: Sequence[ParamInfo]) -> tuple[memoryview, int, np.nd
     return block.data, address, np.array([address + info.offset for info in layout], np.uint64)
 
 
-def _not_ready() -> None:
-    raise AssertionError("a launch is made ready by the runtime that it belongs to")
-
-
 class PreparedLaunch:
     """A function, a grid and one packed argument block, ready for ``CudaRuntime.launch``.
 
@@ -284,7 +280,7 @@ class PreparedLaunch:
         label: ``entry grid=... block=...``, for fault reports.
         op: the operator that it serves; empty where it serves none.
         home: the session of the runtime that has made ``start`` ready; None before its first launch.
-        start: launches it on the compute stream, as it is packed then. Only ``home`` may call it.
+        start: launches it on the compute stream, as it is packed then. Only for ``home``, which has set it.
         tensor_maps: those among the arguments, by position.
         checked: how many frees the session had seen when the operands were last found alive.
 
@@ -311,6 +307,8 @@ class PreparedLaunch:
         "tensor_maps",
     )
 
+    start: ReadyCall
+
     def __init__(
         self, function: LoadedFunction, config: LaunchConfig, arguments: Sequence[Any], *, op: str = ""
     ) -> None:
@@ -324,7 +322,6 @@ class PreparedLaunch:
         self.label = f"{spec.entry} grid={config.grid} block={config.block}"
         self.op = op
         self.home: Session | None = None
-        self.start: Callable[[], None] = _not_ready
         self.checked = -1
         self._activity: Activity | None = None
         # How many pointers were bound last, and what packs as many.
@@ -373,7 +370,8 @@ class PreparedLaunch:
         """The same launch with a block of its own, which later changes of this one do not reach."""
         twin = PreparedLaunch.__new__(PreparedLaunch)
         for name in PreparedLaunch.__slots__:
-            setattr(twin, name, getattr(self, name))
+            if name != "start":
+                setattr(twin, name, getattr(self, name))
         twin._block, twin._base, twin._pointers = _argument_block(self.function.spec.layout)
         twin._block[:] = self._block
         twin.tensor_maps = {}
@@ -383,7 +381,7 @@ class PreparedLaunch:
             twin.tensor_maps[position] = tensor_map.copy(place, twin._base + offset)
         twin._tensors = dict(self._tensors)
         twin.params = twin._pointers.ctypes.data
-        twin.home, twin.start = None, _not_ready
+        twin.home = None
         return twin
 
     @property

@@ -674,10 +674,13 @@ class CudaRuntime:
                     and not open_captures
                     and (operands is not None or prepared.checked == session.frees)
                 ):
+                    start = prepared.start
                     try:
-                        prepared.start()
+                        (status,) = start.call()
+                        if status:
+                            raise start.error(status)
                     except DriverError as error:
-                        session.retry(error, prepared.start)
+                        session.retry(error, start)
                     self._counters.launches += 1
                     session.suspects.append(prepared.label)
                     return

@@ -18,6 +18,7 @@ import pytest
 
 import nxrt_cuda as nx
 from nxrt_cuda import trace as trace_module
+from nxrt_cuda.driver.base import ReadyCall
 from tests.small_kernels import ADD_ONE, FAULT, HOST_ENTRIES, SLOW, on_thread
 
 Events = list[dict[str, Any]]
@@ -483,7 +484,7 @@ def test_without_a_trace_a_launch_costs_the_host_what_it_did(rt: nx.CudaRuntime,
 
     def best_us() -> float:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "start", lambda: None)
+            patch.setattr(launch, "start", ReadyCall(lambda: (0,), launch.start.error))
             return min(timeit.repeat(lambda: rt.launch(launch, operands), number=1_000, repeat=50)) * 1e3
 
     before = best_us()

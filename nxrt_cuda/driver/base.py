@@ -2,7 +2,7 @@
 
 Handles (devices, contexts, streams, events, modules, functions, graphs) and device addresses are
 plain integers. A call either returns its value or raises :class:`~nxrt_cuda.errors.DriverError`; no
-status code leaves this layer. Ownership, lifetimes, counters and capture rules belong to the rooms
+status code leaves this layer, but for that of a :class:`ReadyCall`. Ownership, lifetimes, counters and capture rules belong to the rooms
 above. Names are the CUDA driver's own, without the ``cu`` prefix and in snake case.
 
 A context must be current on the calling thread for every call but those under "Device and context".
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["CaptureMode", "CaptureStatus", "Dim3", "Driver", "ParamInfo", "PointerInfo"]
+from nxrt_cuda.errors import DriverError
+
+__all__ = ["CaptureMode", "CaptureStatus", "Dim3", "Driver", "ParamInfo", "PointerInfo", "ReadyCall"]
 
 Dim3 = tuple[int, int, int]
 
@@ -47,6 +49,32 @@ class PointerInfo(NamedTuple):
 
     device: int
     is_device: bool
+
+
+class ReadyCall:
+    """A driver call with its arguments, which are converted once and not with every call.
+
+    Calling it makes the call, or raises. Where a function more would show, its status is looked at in place::
+
+        (status,) = ready.call()
+        if status:
+            raise ready.error(status)
+
+    Attributes:
+        call: makes the call; its status alone in a tuple, false if it has succeeded. It may raise as well.
+        error: the error for any other status.
+    """
+
+    __slots__ = ("call", "error")
+
+    def __init__(self, call: Callable[[], tuple[object]], error: Callable[[Any], DriverError]) -> None:
+        self.call = call
+        self.error = error
+
+    def __call__(self) -> None:
+        (status,) = self.call()
+        if status:
+            raise self.error(status)
 
 
 class Driver(Protocol):
@@ -133,7 +161,7 @@ class Driver(Protocol):
         ...
 
     def ready_tensor_map_replace_address(self, tensor_map: int) -> Callable[[int], None]:
-        """:meth:`tensor_map_replace_address` of this map, made ready as :meth:`ready_launch_kernel` is."""
+        """:meth:`tensor_map_replace_address` of this map, for any address; makes no driver call."""
         ...
 
     # Modules and functions.
@@ -157,8 +185,8 @@ class Driver(Protocol):
 
     def ready_launch_kernel(
         self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
-    ) -> Callable[[], None]:
-        """:meth:`launch_kernel` with these arguments, converted once and not with every call; makes no driver call."""
+    ) -> ReadyCall:
+        """:meth:`launch_kernel`, to be made many times; makes no driver call."""
         ...
 
     # Capture and graphs.
@@ -216,6 +244,6 @@ class Driver(Protocol):
 
     def graph_upload(self, graph_exec: int, stream: int) -> None: ...
     def graph_launch(self, graph_exec: int, stream: int) -> None: ...
-    def ready_graph_launch(self, graph_exec: int, stream: int) -> Callable[[], None]:
-        """:meth:`graph_launch` with these arguments, converted once and not with every call; makes no driver call."""
+    def ready_graph_launch(self, graph_exec: int, stream: int) -> ReadyCall:
+        """:meth:`graph_launch`, to be made many times; makes no driver call."""
         ...

@@ -13,9 +13,10 @@ from __future__ import annotations
 import ctypes
 import difflib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, PointerInfo
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, PointerInfo, ReadyCall
 from nxrt_cuda.driver.status import error_class
 from nxrt_cuda.errors import DriverError, NoDeviceError
 
@@ -304,16 +305,13 @@ class CudaDriver:
 
     def ready_launch_kernel(
         self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
-    ) -> Callable[[], None]:
-        call, cuda = self._launch_kernel, self._cuda
+    ) -> ReadyCall:
+        cuda = self._cuda
         arguments = (cuda.CUfunction(function), *grid, *block, shared_bytes, cuda.CUstream(stream), params, 0)
-
-        def launch() -> None:
-            (status,) = call(*arguments)
-            if status:
-                raise self._launch_error(status, grid, block, shared_bytes)
-
-        return launch
+        return ReadyCall(
+            partial(self._launch_kernel, *arguments),
+            lambda status: self._launch_error(status, grid, block, shared_bytes),
+        )
 
     def _launch_error(self, status: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> DriverError:
         return self._error("cuLaunchKernel", status, f"grid {grid}, block {block}, {shared_bytes} shared bytes")
@@ -409,15 +407,9 @@ class CudaDriver:
         if status:
             raise self._error("cuGraphLaunch", status)
 
-    def ready_graph_launch(self, graph_exec: int, stream: int) -> Callable[[], None]:
-        call, executable, on = self._graph_launch, self._cuda.CUgraphExec(graph_exec), self._cuda.CUstream(stream)
-
-        def launch() -> None:
-            (status,) = call(executable, on)
-            if status:
-                raise self._error("cuGraphLaunch", status)
-
-        return launch
+    def ready_graph_launch(self, graph_exec: int, stream: int) -> ReadyCall:
+        executable, on = self._cuda.CUgraphExec(graph_exec), self._cuda.CUstream(stream)
+        return ReadyCall(partial(self._graph_launch, executable, on), partial(self._error, "cuGraphLaunch"))
 
     def _kernel_node(self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int) -> Any:
         node = self._cuda.CUDA_KERNEL_NODE_PARAMS()

@@ -36,7 +36,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, PointerInfo
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, PointerInfo, ReadyCall
 from nxrt_cuda.driver.host_call import HostCalls, InjectedFailure, driver_call
 from nxrt_cuda.driver.host_device import HostDevice
 from nxrt_cuda.driver.host_failure import Failure
@@ -46,6 +46,7 @@ from nxrt_cuda.driver.host_memory import DeviceMemory, PinnedMemory
 from nxrt_cuda.driver.host_stream import Event, Mark, Stream, Wait
 from nxrt_cuda.driver.host_tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, HostTensorMap
 from nxrt_cuda.driver.host_work import Copy, Fill, Function, KernelCall, Module, Operation
+from nxrt_cuda.errors import DriverError
 
 __all__ = ["HostDriver", "HostEntry", "HostImage", "HostLaunch", "InjectedFailure", "LiveObjects"]
 
@@ -101,6 +102,20 @@ class _Table(dict[int, T], Generic[T]):
         item = self[handle]
         del self[handle]
         return item
+
+
+def _ready(call: Callable[[], None]) -> ReadyCall:
+    """``call``, which raises what goes wrong."""
+
+    def made() -> tuple[None]:
+        call()
+        return (None,)
+
+    return ReadyCall(made, _no_status)
+
+
+def _no_status(status: object) -> DriverError:
+    raise AssertionError(f"calls of the host driver raise; none has returned {status!r}")
 
 
 class _ThreadStream(threading.local):
@@ -467,8 +482,8 @@ class HostDriver(HostCalls):
 
     def ready_launch_kernel(
         self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
-    ) -> Callable[[], None]:
-        return lambda: self.launch_kernel(function, grid, block, shared_bytes, stream, params)
+    ) -> ReadyCall:
+        return _ready(lambda: self.launch_kernel(function, grid, block, shared_bytes, stream, params))
 
     # Capture and graphs
 
@@ -575,8 +590,8 @@ class HostDriver(HostCalls):
         replayed.check()
         self._executor.push(target, GraphRun(replayed.nodes))
 
-    def ready_graph_launch(self, graph_exec: int, stream: int) -> Callable[[], None]:
-        return lambda: self.graph_launch(graph_exec, stream)
+    def ready_graph_launch(self, graph_exec: int, stream: int) -> ReadyCall:
+        return _ready(lambda: self.graph_launch(graph_exec, stream))
 
     # What several calls share
 
