@@ -34,7 +34,7 @@ from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, NxrtEr
 if TYPE_CHECKING:
     from nxrt_cuda.trace import Trace
 
-__all__ = ["Capabilities", "PrimaryContext", "Session", "open_captures"]
+__all__ = ["Capabilities", "PrimaryContext", "Session"]
 
 logger = logging.getLogger("nxrt_cuda")
 
@@ -165,7 +165,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-open_captures: set[Session] = set()
+_capturing: set[Session] = set()
 """The sessions of this process that have a capture open."""
 
 
@@ -173,7 +173,7 @@ class _Turn:
     """A time in which one thread was the last to come in.
 
     Attributes:
-        owner: its identifier.
+        owner: its identifier; 0 where the short way is closed to it.
         passing: whether it makes a call on the short way.
     """
 
@@ -197,24 +197,28 @@ class _Gate:
         if turn.owner == get_ident():
             turn.passing = True
             try:
-                if gate.turn is turn and not session.detours and not open_captures:
+                if gate.turn is turn:
                     ...
             finally:
                 turn.passing = False
 
     Whoever comes next takes the lock, begins a turn, and waits until nobody passes in the one before; who passes looks
     whether the turn is still the same. One of the two sees the other, and an interrupt finds no gap in between.
+    Nothing else is asked on the short way: it is closed while anything is in the way of a bare driver call.
 
     Attributes:
         turn: the present one.
+        obstacles: what closes the short way: a capture, a trace, a branch, synchronous launches, or that no call is
+            possible any more.
         capturer: the thread that has a capture open, or None.
     """
 
-    __slots__ = ("_lock", "capturer", "turn")
+    __slots__ = ("_lock", "capturer", "obstacles", "turn")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.turn = _Turn(0)
+        self.obstacles: set[str] = set()
         self.capturer: threading.Thread | None = None
 
     def acquire(self) -> None:
@@ -225,7 +229,7 @@ class _Gate:
                 closed has ended.
         """
         if self._lock.acquire(False):
-            if not open_captures or self._admits_this_thread():
+            if not _capturing or self._admits_this_thread():
                 if self.turn.owner != get_ident():
                     self._begin_turn()
                 return
@@ -263,6 +267,8 @@ class _Gate:
         if before.owner == get_ident():
             return
         self.turn = _Turn(get_ident())
+        if self.obstacles:
+            self.turn.owner = 0
         try:
             while before.passing:
                 sleep(_PASSING)
@@ -270,6 +276,14 @@ class _Gate:
             self.turn = before
             self._lock.release()
             raise
+
+    def close_short_way(self, obstacle: str, closed: bool = True) -> None:
+        """Close the short way because of ``obstacle``, or open it again as far as that is concerned."""
+        if closed:
+            self.obstacles.add(obstacle)
+            self.turn.owner = 0
+        else:
+            self.obstacles.discard(obstacle)
 
     def _admits_this_thread(self) -> bool:
         """Whether this thread captures here, or nobody does and it captures nowhere else.
@@ -303,8 +317,6 @@ class Session:
         lock: held for the length of every call, and by the capturing thread for a whole capture. Taking it
             may raise CaptureError.
         capturing: whether a capture is open, for threads that hold ``lock``: it is theirs then.
-        detours: what keeps launches and replays from the short way, on which nothing is asked but this and
-            :data:`open_captures`: a capture, a trace, a branch, synchronous launches, or that none is possible.
         suspects: labels of the work enqueued since the last good synchronise, and the marks between them.
         frees: how often memory that views may still describe was freed; they need no check while it does not change.
         dropped: what finalisers want released, as calls to make when no capture is open.
@@ -317,14 +329,16 @@ class Session:
         self.context = primary.handle
         self.lock = _Gate()
         self.capturing = False
-        self.detours = {"eager_sync"} if eager_sync else set()
+        if eager_sync:
+            self.lock.close_short_way("eager_sync")
         self.suspects: deque[str | _Mark] = deque(maxlen=2 * _SUSPECTS)
         self.frees = 0
         self.dropped: deque[Callable[[], None]] = deque()
         self._refusal: Callable[[], NxrtError] | None = None
         self._failing: set[Callable[[], None]] = set()
         self._tracer: Trace | None = None
-        _sessions.add(self)
+        with _sessions.lock:
+            _sessions.known.add(self)
 
     @property
     def refusal(self) -> Callable[[], NxrtError] | None:
@@ -339,14 +353,7 @@ class Session:
     @tracer.setter
     def tracer(self, tracer: Trace | None) -> None:
         self._tracer = tracer
-        self.detour("trace", tracer is not None)
-
-    def detour(self, reason: str, is_needed: bool) -> None:
-        """Keep launches and replays from the short way, or no longer, because of ``reason``; the lock is held."""
-        if is_needed:
-            self.detours.add(reason)
-        else:
-            self.detours.discard(reason)
+        self.lock.close_short_way("trace", tracer is not None)
 
     @contextmanager
     def driving(self, operation: str, *, in_capture: bool = False) -> Iterator[Driver]:
@@ -428,18 +435,24 @@ class Session:
     def enter_capture(self) -> None:
         """The calling thread, which holds the lock, has opened a capture."""
         self.capturing = True
-        self.detour("capture", True)
+        self.lock.close_short_way("capture")
         self.lock.capturer = threading.current_thread()
         _thread.capturing = self
-        open_captures.add(self)
+        _capturing.add(self)
+        # Nor has this thread a short way on any other runtime: there its calls are refused.
+        with _sessions.lock:
+            turns = [session.lock.turn for session in _sessions.known]
+        for turn in turns:
+            if turn.owner == get_ident():
+                turn.owner = 0
 
     def leave_capture(self) -> None:
         """The calling thread's capture has ended."""
         self.capturing = False
-        self.detour("capture", False)
+        self.lock.close_short_way("capture", False)
         self.lock.capturer = None
         _thread.capturing = None
-        open_captures.discard(self)
+        _capturing.discard(self)
 
     def mark(self) -> _Mark:
         """A place behind the work enqueued so far, for :meth:`settle`."""
@@ -488,7 +501,7 @@ class Session:
 
     def _refuse(self, refusal: Callable[[], NxrtError]) -> None:
         self._refusal = refusal
-        self.detour("refusal", True)
+        self.lock.close_short_way("refusal")
 
     def poison(self, fault: DriverError) -> NxrtError:
         """Record the first fault of the context; what every later call raises."""
@@ -520,15 +533,25 @@ def _spoils_capture(operation: str) -> CaptureError:
     )
 
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+class _Sessions:
+    """The sessions of this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+_sessions = _Sessions()
 
 
 def _refuse_after_fork() -> None:
     PrimaryContext._lock = threading.Lock()
+    _sessions.lock = threading.Lock()
     _thread.capturing = None
-    open_captures.clear()
-    for session in _sessions:
-        # The parent's thread may have held the lock; this child owns nothing that it guards.
+    _capturing.clear()
+    for session in _sessions.known:
+        # The parent's thread may have held the lock; this child owns nothing that it guards, and has no turn.
+        session.lock.turn = _Turn(0)
         session.lock = _Gate()
         session.capturing = False
         session.refuse(

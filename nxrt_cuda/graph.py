@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nxrt_cuda.activity import Activity
-from nxrt_cuda.context import Session, open_captures
+from nxrt_cuda.context import Session
 from nxrt_cuda.dot import SegmentPicture, to_dot
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, ReadyCall
 from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, GraphError
@@ -76,7 +76,7 @@ class CapturedGraph:
         # Replays the one segment of a graph that has one, and is neither closed nor broken.
         self._start: ReadyCall | None = None
         # Of the session, at hand: a replay costs the host so little that it shows where they are looked up.
-        self._gate, self._detours, self._suspect = session.lock, session.detours, session.suspects.append
+        self._gate, self._suspect = session.lock, session.suspects.append
         self._closed = False
         # Why no replay is possible any more; empty while it is.
         self._broken = ""
@@ -172,7 +172,7 @@ class CapturedGraph:
             turn.passing = True
             try:
                 start = self._start
-                if start is not None and gate.turn is turn and not self._detours and not open_captures:
+                if start is not None and gate.turn is turn:
                     try:
                         (status,) = start.call()
                         if status:

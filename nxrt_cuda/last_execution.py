@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from nxrt_cuda.context import Session, open_captures
+from nxrt_cuda.context import Session
 from nxrt_cuda.errors import DriverError
 from nxrt_cuda.launch import PreparedLaunch
 from nxrt_cuda.stats import RuntimeCounters
@@ -65,8 +65,6 @@ class LastExecution(Generic[Tally]):
             if (
                 self._output() is not operands[-1]  # asked first: a new one is told apart at once
                 or gate.turn is not turn
-                or session.detours
-                or open_captures
                 or self._frees != session.frees
                 or self._dropped  # an operand that is gone looks like one that is absent
                 or [reference() for reference in self._references] != operands

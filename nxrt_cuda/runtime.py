@@ -25,7 +25,7 @@ import numpy as np
 
 from nxrt_cuda import interop
 from nxrt_cuda.capture import CaptureErrorCode, DeviceGraphResource
-from nxrt_cuda.context import Capabilities, PrimaryContext, Session, open_captures
+from nxrt_cuda.context import Capabilities, PrimaryContext, Session
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
 from nxrt_cuda.dtype import DataType, uint8
 from nxrt_cuda.errors import (
@@ -670,8 +670,6 @@ class CudaRuntime:
                 if (
                     prepared.home is session
                     and gate.turn is turn
-                    and not session.detours
-                    and not open_captures
                     and (operands is not None or prepared.checked == session.frees)
                 ):
                     start = prepared.start

@@ -55,7 +55,7 @@ class Streams:
     @current.setter
     def current(self, stream: int) -> None:
         self._current = stream
-        self._session.detour("branch", stream != self.compute)
+        self._session.lock.close_short_way("branch", stream != self.compute)
 
     def _create(self) -> int:
         stream = self._driver.stream_create()

@@ -264,7 +264,7 @@ def test_a_thread_that_ends_in_a_capture_is_named_to_those_who_wait(
         on_thread(wait)
     with pytest.raises(nx.CaptureError, match="the thread 'careless'"):
         runtime.close()
-    context.open_captures.discard(runtime._session)
+    context._capturing.discard(runtime._session)
     _open_runtimes.discard(runtime)
     runtime._closed = True  # There is nothing left that could close it.
 
@@ -331,6 +331,49 @@ def test_the_short_way_is_of_the_thread_that_was_in_last(rt: nx.CudaRuntime, wha
     assert not gate.turn.passing
     done = rt.stats().since(before)
     assert done.launches + done.graph_replays == 9
+
+
+@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+def test_a_thread_that_captures_has_no_short_way_on_another_runtime(rt: nx.CudaRuntime, what: str) -> None:
+    """Its calls there are refused as by the long way, and work again afterwards; other threads keep theirs."""
+    call = short_ways(rt)[what]
+    with open_on(HostDriver(HOST_ENTRIES)) as other:
+        launch = ADD_ONE.prepare(other, 4, other.zeros((4,), nx.float32), 4)
+        with other.capture():
+            other.launch(launch)
+            with pytest.raises(nx.CaptureError, match="on another runtime"):
+                call()
+            on_thread(call)
+            turn = rt._session.lock.turn
+            assert turn.owner not in (0, threading.get_ident())
+        call()
+        call()
+    assert rt._session.lock.turn.owner == threading.get_ident()
+
+
+def test_what_is_in_the_way_of_a_bare_call_closes_the_short_way(rt: nx.CudaRuntime) -> None:
+    """Until it is gone again, whoever has the turn."""
+    gate = rt._session.lock
+
+    def is_open() -> bool:
+        rt.stats()
+        return gate.turn.owner == threading.get_ident()
+
+    launch = ADD_ONE.prepare(rt, 4, rt.zeros((4,), nx.float32), 4)
+    assert is_open()
+    with rt.capture():
+        rt.launch(launch)
+        assert not is_open()
+    with rt.trace():
+        assert not is_open()
+    assert is_open()
+    with rt.fork() as fork:
+        assert is_open()
+        with fork.branch():
+            assert not is_open()
+        assert is_open()
+    rt.close()
+    assert not is_open()
 
 
 def test_an_interrupt_while_another_passes_leaves_the_gate_as_it_was(

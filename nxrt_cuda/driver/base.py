@@ -2,8 +2,8 @@
 
 Handles (devices, contexts, streams, events, modules, functions, graphs) and device addresses are
 plain integers. A call either returns its value or raises :class:`~nxrt_cuda.errors.DriverError`; no
-status code leaves this layer, but for that of a :class:`ReadyCall`. Ownership, lifetimes, counters and capture rules belong to the rooms
-above. Names are the CUDA driver's own, without the ``cu`` prefix and in snake case.
+status code leaves this layer, but for that of a :class:`ReadyCall`. Ownership, lifetimes, counters and capture
+rules belong to the rooms above. Names are the CUDA driver's own, without the ``cu`` prefix and in snake case.
 
 A context must be current on the calling thread for every call but those under "Device and context".
 """
