@@ -146,6 +146,8 @@ class CudaRuntime:
         with session.lock:
             if session.captures_here:
                 self._recorder.abort()
+            # Launches that are ready know nothing of what is unloaded below, even where a call fails half-way.
+            session.lock.close_short_way("close")
             while self._to_close and session.refusal is None:
                 with session.driving("close"):
                     self._to_close[0]()
