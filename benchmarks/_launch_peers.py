@@ -6,7 +6,7 @@ launches one of its own on a stream of its own, and drains that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,11 +15,16 @@ import numpy as np
 
 import nxrt_cuda as nx
 from benchmarks._stopwatch import Row, Stopwatch
+from benchmarks._timing import DeviceClock, Subject, time_subjects
 
-__all__ = ["BARE_GRAPH", "BARE_LAUNCH", "ENTRY", "PEERS", "probe"]
+__all__ = ["BARE_GRAPH", "BARE_LAUNCH", "BARE_SEQUENCE", "ENTRY", "PEERS", "probe"]
 
 BARE_LAUNCH = "cuLaunchKernel, arguments packed"
 BARE_GRAPH = "cuGraphLaunch, 1 node"
+
+_SEQUENCE = 64
+_SEQUENCE_RATIO = 1.1
+BARE_SEQUENCE = f"cuGraphLaunch, {_SEQUENCE} nodes, on the device"
 
 _POINTERS = 7
 _INTEGERS = 11
@@ -87,16 +92,36 @@ def _measure_bindings(runtime: nx.CudaRuntime, bursts: int) -> Iterator[Row]:
         yield Row(
             "rt.launch(prepared), context current", stopwatch.us(partial(runtime.launch, prepared)), bare=BARE_LAUNCH
         )
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _checked(driver.cuStreamBeginCapture(stream, mode))
+        with _bare_graph(stream, launch, 1) as replay:
+            yield Row(BARE_GRAPH, stopwatch.us(replay))
+        with runtime.capture() as graph:
+            for _ in range(_SEQUENCE):
+                runtime.launch(prepared)
+        with _bare_graph(stream, launch, _SEQUENCE) as replay:
+            subjects = {"ours": Subject(graph.replay, 1), "bare": Subject(replay, 1)}
+            times = time_subjects(DeviceClock(runtime), subjects)
+        yield Row(BARE_SEQUENCE, 1000 * times["bare"].ms, launches=_SEQUENCE)
+        what = f"graph.replay(), {_SEQUENCE} nodes, on the device"
+        us = 1000 * times["ours"].ms
+        yield Row(what, us, launches=_SEQUENCE, bare=BARE_SEQUENCE, target_ratio=_SEQUENCE_RATIO)
+
+
+@contextmanager
+def _bare_graph(stream: int, launch: Callable[[], tuple[Any, ...]], launches: int) -> Iterator[Callable[[], object]]:
+    """``launches`` of the same kernel, captured and instantiated by the driver's own calls; what replays them."""
+    from cuda.bindings import driver
+
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    _checked(driver.cuStreamBeginCapture(stream, mode))
+    for _ in range(launches):
         _checked(launch())
-        graph = _checked(driver.cuStreamEndCapture(stream))
-        executable = _checked(driver.cuGraphInstantiate(graph, 0))
-        replay = partial(driver.cuGraphLaunch, executable, stream)
-        _checked(replay())
-        yield Row(BARE_GRAPH, stopwatch.us(replay))
-        _checked(driver.cuGraphExecDestroy(executable))
-        _checked(driver.cuGraphDestroy(graph))
+    graph = _checked(driver.cuStreamEndCapture(stream))
+    executable = _checked(driver.cuGraphInstantiate(graph, 0))
+    replay = partial(driver.cuGraphLaunch, executable, stream)
+    _checked(replay())
+    yield replay
+    _checked(driver.cuGraphExecDestroy(executable))
+    _checked(driver.cuGraphDestroy(graph))
 
 
 def _measure_torch(runtime: nx.CudaRuntime, bursts: int) -> Iterator[Row]:

@@ -25,6 +25,8 @@ class Row:
         launches: kernels that it starts, or nodes that it replays; None where there are none.
         bare: the line that it is measured against.
         target_us: what it may cost.
+        target_ratio: how many times what it is measured against it may cost.
+        note: what else was seen.
     """
 
     what: str
@@ -32,6 +34,8 @@ class Row:
     launches: int | None = 1
     bare: str | None = None
     target_us: float | None = None
+    target_ratio: float | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class DeviceClock:
 class Subject:
     """Something to time: ``replay()`` enqueues ``calls`` calls on the compute stream."""
 
-    replay: Callable[[], None]
+    replay: Callable[[], object]
     calls: int
 
 

@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import get_ident
+from time import sleep
 from typing import TYPE_CHECKING, ClassVar
 
 from nxrt_cuda.activity import Activity
@@ -42,6 +44,9 @@ _CONTEXT_MISSING = frozenset({"CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_
 
 _PATIENCE = 0.2
 """Seconds between two looks whether the thread whose capture is waited for still lives."""
+
+_PASSING = 20e-6
+"""Seconds between two looks whether a thread still makes its call on the short way."""
 
 _SUSPECTS = 64
 """How many launches since the last good synchronise a fault report names."""
@@ -164,20 +169,56 @@ _capturing: set[Session] = set()
 """The sessions of this process that have a capture open."""
 
 
+class _Turn:
+    """A time in which one thread was the last to come in.
+
+    Attributes:
+        owner: its identifier; 0 where the short way is closed to it.
+        passing: whether it makes a call on the short way.
+    """
+
+    __slots__ = ("owner", "passing")
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+        self.passing = False
+
+
 class _Gate:
     """The lock of one runtime: re-entrant, and kept by a capturing thread until its capture has ended.
 
     Waiting cannot go on for ever: a thread that captures on one runtime is refused by all others, so that two
     never wait for each other's capture; and the capture of a thread that has ended can be ended by nobody.
 
+    Launches and replays have a *short way*. A lock costs as much as a sixth of a graph launch, so that the thread
+    whose turn it is, which was in last, makes its calls without it::
+
+        turn = gate.turn
+        if turn.owner == get_ident():
+            turn.passing = True
+            try:
+                if gate.turn is turn:
+                    ...
+            finally:
+                turn.passing = False
+
+    Whoever comes next takes the lock, begins a turn, and waits until nobody passes in the one before; who passes looks
+    whether the turn is still the same. One of the two sees the other, and an interrupt finds no gap in between.
+    Nothing else is asked on the short way: it is closed while anything is in the way of a bare driver call.
+
     Attributes:
+        turn: the present one.
+        obstacles: what closes the short way: a capture, a trace, a branch, synchronous launches, or that no call is
+            possible any more.
         capturer: the thread that has a capture open, or None.
     """
 
-    __slots__ = ("_lock", "capturer")
+    __slots__ = ("_lock", "capturer", "obstacles", "turn")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self.turn = _Turn(0)
+        self.obstacles: set[str] = set()
         self.capturer: threading.Thread | None = None
 
     def acquire(self) -> None:
@@ -189,6 +230,8 @@ class _Gate:
         """
         if self._lock.acquire(False):
             if not _capturing or self._admits_this_thread():
+                if self.turn.owner != get_ident():
+                    self._begin_turn()
                 return
             self._lock.release()
         if _thread.capturing is not None:
@@ -201,10 +244,14 @@ class _Gate:
         self._check_capturer()
         while not self._lock.acquire(timeout=_PATIENCE):
             self._check_capturer()
+        self._begin_turn()
 
     def acquire_within(self, seconds: float) -> bool:
         """Whether no other thread is in, at the latest after ``seconds``; whatever this thread captures."""
-        return self._lock.acquire(timeout=seconds)
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        self._begin_turn()
+        return True
 
     def release(self) -> None:
         self._lock.release()
@@ -213,6 +260,30 @@ class _Gate:
 
     def __exit__(self, *exc_info: object) -> None:
         self._lock.release()
+
+    def _begin_turn(self) -> None:
+        """Begin this thread's turn, once nobody passes in the one before; the lock is held, unless this fails."""
+        before = self.turn
+        if before.owner == get_ident():
+            return
+        self.turn = _Turn(get_ident())
+        if self.obstacles:
+            self.turn.owner = 0
+        try:
+            while before.passing:
+                sleep(_PASSING)
+        except BaseException:
+            self.turn = before
+            self._lock.release()
+            raise
+
+    def close_short_way(self, obstacle: str, closed: bool = True) -> None:
+        """Close the short way because of ``obstacle``, or open it again as far as that is concerned."""
+        if closed:
+            self.obstacles.add(obstacle)
+            self.turn.owner = 0
+        else:
+            self.obstacles.discard(obstacle)
 
     def _admits_this_thread(self) -> bool:
         """Whether this thread captures here, or nobody does and it captures nowhere else.
@@ -232,6 +303,10 @@ class _Gate:
             )
 
 
+class _Mark:
+    """A place among the work that was enqueued."""
+
+
 class Session:
     """The lock, the context and the fault state of one runtime.
 
@@ -242,10 +317,9 @@ class Session:
         lock: held for the length of every call, and by the capturing thread for a whole capture. Taking it
             may raise CaptureError.
         capturing: whether a capture is open, for threads that hold ``lock``: it is theirs then.
-        refusal: makes the error that every call now raises; None while the runtime is usable.
-        suspects: labels of the work enqueued since the last good synchronise.
+        suspects: labels of the work enqueued since the last good synchronise, and the marks between them.
+        frees: how often memory that views may still describe was freed; they need no check while it does not change.
         dropped: what finalisers want released, as calls to make when no capture is open.
-        tracer: the open trace, or None.
     """
 
     def __init__(self, primary: PrimaryContext, *, eager_sync: bool = False) -> None:
@@ -255,13 +329,31 @@ class Session:
         self.context = primary.handle
         self.lock = _Gate()
         self.capturing = False
-        self.refusal: Callable[[], NxrtError] | None = None
-        self.suspects: deque[str] = deque(maxlen=_SUSPECTS)
-        self._enqueued = 0
+        if eager_sync:
+            self.lock.close_short_way("eager_sync")
+        self.suspects: deque[str | _Mark] = deque(maxlen=2 * _SUSPECTS)
+        self.frees = 0
         self.dropped: deque[Callable[[], None]] = deque()
+        self._refusal: Callable[[], NxrtError] | None = None
         self._failing: set[Callable[[], None]] = set()
-        self.tracer: Trace | None = None
-        _sessions.add(self)
+        self._tracer: Trace | None = None
+        with _sessions.lock:
+            _sessions.known.add(self)
+
+    @property
+    def refusal(self) -> Callable[[], NxrtError] | None:
+        """Makes the error that every call now raises; None while the runtime is usable."""
+        return self._refusal
+
+    @property
+    def tracer(self) -> Trace | None:
+        """The open trace, or None."""
+        return self._tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Trace | None) -> None:
+        self._tracer = tracer
+        self.lock.close_short_way("trace", tracer is not None)
 
     @contextmanager
     def driving(self, operation: str, *, in_capture: bool = False) -> Iterator[Driver]:
@@ -310,15 +402,21 @@ class Session:
         launch. So the call is made, and only if the driver misses its context made again with it. In a
         capture a failed call would spoil the graph: there the context is made current first.
         """
-        if not self.capturing:
-            try:
+        if self.capturing:
+            with self.current():
                 call(*arguments)
-                return
-            except DeviceFaultError as fault:
-                raise self.poison(fault) from None
-            except DriverError as error:
-                if error.name not in _CONTEXT_MISSING:
-                    raise
+            return
+        try:
+            call(*arguments)
+        except DriverError as error:
+            self.retry(error, call, *arguments)
+
+    def retry(self, error: DriverError, call: Callable[..., None], *arguments: object) -> None:
+        """Make a call that failed with ``error`` again, with the context current, if that was all it missed."""
+        if isinstance(error, DeviceFaultError):
+            raise self.poison(error) from None
+        if error.name not in _CONTEXT_MISSING:
+            raise error
         with self.current():
             call(*arguments)
 
@@ -337,30 +435,36 @@ class Session:
     def enter_capture(self) -> None:
         """The calling thread, which holds the lock, has opened a capture."""
         self.capturing = True
+        self.lock.close_short_way("capture")
         self.lock.capturer = threading.current_thread()
         _thread.capturing = self
         _capturing.add(self)
+        # Nor has this thread a short way on any other runtime: there its calls are refused.
+        with _sessions.lock:
+            turns = [session.lock.turn for session in _sessions.known]
+        for turn in turns:
+            if turn.owner == get_ident():
+                turn.owner = 0
 
     def leave_capture(self) -> None:
         """The calling thread's capture has ended."""
         self.capturing = False
+        self.lock.close_short_way("capture", False)
         self.lock.capturer = None
         _thread.capturing = None
         _capturing.discard(self)
 
-    def enqueued(self, label: str) -> None:
-        """Note work that the next asynchronous fault may come from."""
-        self._enqueued += 1
-        self.suspects.append(label)
+    def mark(self) -> _Mark:
+        """A place behind the work enqueued so far, for :meth:`settle`."""
+        mark = _Mark()
+        self.suspects.append(mark)
+        return mark
 
-    def mark(self) -> int:
-        """How much was enqueued so far, for :meth:`settle`."""
-        return self._enqueued
-
-    def settle(self, mark: int) -> None:
-        """The work enqueued up to ``mark`` is done without a fault."""
-        while len(self.suspects) > self._enqueued - mark:
-            self.suspects.popleft()
+    def settle(self, mark: _Mark) -> None:
+        """The work enqueued before ``mark`` is done without a fault."""
+        if mark in self.suspects:
+            while self.suspects.popleft() is not mark:
+                pass
 
     def collect(self) -> None:
         """Make the calls that finalisers asked for; the lock is held and no capture is open.
@@ -379,7 +483,8 @@ class Session:
                 if release not in self._failing:
                     self._failing.add(release)
                     raise
-                logger.warning("what was dropped cannot be released yet: %s", error)
+                # As text: a handler that keeps the error would keep what the caller's frames refer to.
+                logger.warning("what was dropped cannot be released yet: %s", str(error))
                 self.dropped.rotate(-1)
                 failures += 1
             else:
@@ -392,12 +497,16 @@ class Session:
 
     def refuse(self, message: str) -> None:
         """Refuse every later call with ``message``."""
-        self.refusal = lambda: RuntimeStateError(message)
+        self._refuse(lambda: RuntimeStateError(message))
+
+    def _refuse(self, refusal: Callable[[], NxrtError]) -> None:
+        self._refusal = refusal
+        self.lock.close_short_way("refusal")
 
     def poison(self, fault: DriverError) -> NxrtError:
         """Record the first fault of the context; what every later call raises."""
-        if self.refusal is None:
-            suspects = tuple(self.suspects)
+        if self._refusal is None:
+            suspects = tuple([label for label in self.suspects if isinstance(label, str)][-_SUSPECTS:])
             blame = f"launched since the last good synchronise: {', '.join(suspects)}; " if suspects else ""
 
             def refusal() -> DeviceFaultError:
@@ -410,9 +519,10 @@ class Session:
                     suspects,
                 )
 
-            self.refusal = refusal
+            self._refuse(refusal)
             logger.error("%s", refusal())
-        return self.refusal()
+            return refusal()
+        return self._refusal()
 
 
 def _spoils_capture(operation: str) -> CaptureError:
@@ -423,15 +533,25 @@ def _spoils_capture(operation: str) -> CaptureError:
     )
 
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+class _Sessions:
+    """The sessions of this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+_sessions = _Sessions()
 
 
 def _refuse_after_fork() -> None:
     PrimaryContext._lock = threading.Lock()
+    _sessions.lock = threading.Lock()
     _thread.capturing = None
     _capturing.clear()
-    for session in _sessions:
-        # The parent's thread may have held the lock; this child owns nothing that it guards.
+    for session in _sessions.known:
+        # The parent's thread may have held the lock; this child owns nothing that it guards, and has no turn.
+        session.lock.turn = _Turn(0)
         session.lock = _Gate()
         session.capturing = False
         session.refuse(

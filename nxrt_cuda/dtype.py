@@ -35,17 +35,17 @@ class DataType:
         numpy: the NumPy dtype; bfloat16 is that of ``ml_dtypes``.
         cuda: the CUDA C++ spelling that a kernel is compiled with.
         suffix: the short form used in entry names (``"f32"``).
-        itemsize: bytes an element.
+        itemsize: bytes an element; asked for with every execution, and so kept.
     """
 
     name: str
     numpy: np.dtype = field(compare=False)
     cuda: str = field(compare=False)
     suffix: str = field(compare=False)
+    itemsize: int = field(init=False, compare=False)
 
-    @property
-    def itemsize(self) -> int:
-        return self.numpy.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "itemsize", self.numpy.itemsize)
 
     def __str__(self) -> str:
         return self.name

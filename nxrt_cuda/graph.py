@@ -21,13 +21,14 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from threading import get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nxrt_cuda.activity import Activity
 from nxrt_cuda.context import Session
 from nxrt_cuda.dot import SegmentPicture, to_dot
-from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, ReadyCall
 from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, GraphError
 from nxrt_cuda.rebind import HalfRebound, rebind
 from nxrt_cuda.segment import Node, Segment, Work
@@ -72,7 +73,10 @@ class CapturedGraph:
         self._streams = streams
         self._counters = counters
         self._segments: tuple[Segment, ...] = ()
-        self._executables: tuple[int, ...] = ()
+        # Replays the one segment of a graph that has one, and is neither closed nor broken.
+        self._start: ReadyCall | None = None
+        # Of the session, at hand: a replay costs the host so little that it shows where they are looked up.
+        self._gate, self._suspect = session.lock, session.suspects.append
         self._closed = False
         # Why no replay is possible any more; empty while it is.
         self._broken = ""
@@ -145,12 +149,12 @@ class CapturedGraph:
             CaptureError: the runtime is capturing.
         """
         with self._session.driving("rebind") as driver:
-            if not self._executables:
+            if not self._is_replayable:
                 raise GraphError(f"cannot rebind CUDA graph {self.name} because {self._state}")
             try:
                 rebind(self.name, self._segments, tensors, scalars, driver, self._session.context)
             except HalfRebound:
-                self._executables = ()
+                self._start = None
                 self._broken = "an update failed half-way and could not be undone; capture it again"
                 raise
             self._counters.graph_rebinds += 1
@@ -162,7 +166,26 @@ class CapturedGraph:
             GraphError: the graph is closed or has no segment.
             CaptureError: the runtime is capturing.
         """
-        self._launch(self._executables, self._label)
+        gate = self._gate
+        turn = gate.turn
+        if turn.owner == get_ident():
+            turn.passing = True
+            try:
+                start = self._start
+                if start is not None and gate.turn is turn:
+                    try:
+                        (status,) = start.call()
+                        if status:
+                            raise start.error(status)
+                    except DriverError as error:
+                        self._session.retry(error, start)
+                    self._suspect(self._label)
+                    self.replays += 1
+                    self._counters.graph_replays += 1
+                    return
+            finally:
+                turn.passing = False
+        self._launch(slice(None), self._label)
 
     def replay_segment(self, index: int) -> None:
         """Enqueue one segment by its position in capture order.
@@ -170,12 +193,12 @@ class CapturedGraph:
         Raises:
             GraphError: there is no such segment, or the graph is closed.
         """
-        if not self._closed and not self._broken and not 0 <= index < len(self._executables):
+        if not self._closed and not self._broken and not 0 <= index < len(self._segments):
             raise GraphError(
-                f"cannot replay CUDA graph segment {index} of {self.name}; only {len(self._executables)} "
+                f"cannot replay CUDA graph segment {index} of {self.name}; only {len(self._segments)} "
                 "segment(s) installed"
             )
-        self._launch(self._executables[index : index + 1], f"replay of {self.name}, segment {index}")
+        self._launch(slice(index, index + 1), f"replay of {self.name}, segment {index}")
 
     def close(self) -> None:
         """Destroy the executables and let go of the memory they refer to; a second call does nothing.
@@ -187,52 +210,58 @@ class CapturedGraph:
             return
         with self._session.driving("graph close") as driver:
             self._closed = True
-            self._executables = ()
+            self._start = None
             while self._segments:
                 self._segments[-1].destroy(driver, self.name)
                 self._segments = self._segments[:-1]
 
-    def _launch(self, executables: tuple[int, ...], label: str) -> None:
+    def _launch(self, which: slice, label: str) -> None:
+        """Enqueue some of the segments, whatever the session is doing."""
         session = self._session
         with session.lock:
-            if session.refusal is not None:
-                raise session.refusal()
+            session.check_usable()
             if session.capturing:
                 raise CaptureError(
                     f"cannot replay {self.name} while this runtime captures a CUDA graph",
                     operation="replay",
                     state="capturing",
                 )
-            if not executables:
+            if not self._is_replayable:
                 raise GraphError(f"cannot replay CUDA graph {self.name} because {self._state}")
+            segments = self._segments[which]
             stream, launch = self._streams.current, session.driver.graph_launch
-            if session.tracer is None:
-                for executable in executables:
-                    session.enqueue(launch, executable, stream)
-            else:
-                for executable in executables:
-                    activity = self._activity(executable)
-                    session.tracer.run(activity, stream, session.enqueue, launch, executable, stream)
-            session.enqueued(label)
+            for segment in segments:
+                if session.tracer is None:
+                    session.enqueue(launch, segment.executable, stream)
+                else:
+                    activity = self._activity(segment)
+                    session.tracer.run(activity, stream, session.enqueue, launch, segment.executable, stream)
+            session.suspects.append(label)
             self.replays += 1
-            self._counters.graph_replays += len(executables)
+            self._counters.graph_replays += len(segments)
             if session.eager_sync:
                 self._streams.wait(stream, label)
+
+    @property
+    def _is_replayable(self) -> bool:
+        return bool(self._segments) and not self._closed and not self._broken
 
     @property
     def _state(self) -> str:
         """Why there is nothing to replay."""
         return "it is closed" if self._closed else self._broken or "no executable is installed"
 
-    def _activity(self, executable: int) -> Activity:
+    def _activity(self, segment: Segment) -> Activity:
         """A replay of one segment, for a trace."""
-        index = self._executables.index(executable)
-        name = self.name if len(self._executables) == 1 else f"{self.name}, segment {index}"
-        return Activity("graph", name, {"segment": index, "nodes": len(self._segments[index].node_types)})
+        index = self._segments.index(segment)
+        name = self.name if len(self._segments) == 1 else f"{self.name}, segment {index}"
+        return Activity("graph", name, {"segment": index, "nodes": len(segment.node_types)})
 
     def _install(self, segment: Segment) -> None:
         self._segments = (*self._segments, segment)
-        self._executables = (*self._executables, segment.executable)
+        self._start = None
+        if len(self._segments) == 1:
+            self._start = self._session.driver.ready_graph_launch(segment.executable, self._streams.compute)
 
     def __del__(self) -> None:
         for segment in getattr(self, "_segments", ()):

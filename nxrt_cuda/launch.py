@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from nxrt_cuda.activity import Activity
-from nxrt_cuda.driver.base import Dim3, ParamInfo
+from nxrt_cuda.driver.base import Dim3, ParamInfo, ReadyCall
 from nxrt_cuda.errors import LaunchError, LaunchOverflowError
 from nxrt_cuda.tensor import TensorView
 
 if TYPE_CHECKING:
+    from nxrt_cuda.context import Session
     from nxrt_cuda.modules import LoadedFunction
 
-__all__ = ["KernelSpec", "LaunchConfig", "Param", "PreparedLaunch", "TensorMap", "div_up"]
+__all__ = ["KernelSpec", "LaunchConfig", "Param", "PlacedMap", "PreparedLaunch", "TensorMap", "div_up"]
 
 
 class _Kind(NamedTuple):
@@ -97,31 +98,72 @@ class Param(NamedTuple):
         return self.kind in ("ptr", "tensor_map")
 
 
+_Mover = Callable[[int], Callable[[int], None]]
+"""For the host address of a tensor map, the driver's call that gives this map the address of other memory."""
+
+
 class TensorMap(bytes):
     """The 128 bytes of a ``CUtensorMap``, which remember what they were made for; by ``CudaRuntime.tensor_map``.
 
     Attributes:
         address: of element 0.
+        mover: of copies of these bytes.
     """
 
     address: int
-    _encode: Callable[[int], bytes]
+    mover: _Mover
 
     @classmethod
-    def at(cls, address: int, encode: Callable[[int], bytes]) -> TensorMap:
-        """The map that ``encode`` makes for ``address``."""
-        tensor_map = cls(encode(address))
+    def of(cls, encoded: bytes, address: int, mover: _Mover) -> TensorMap:
+        """``encoded``, which the driver made for ``address``."""
+        tensor_map = cls(encoded)
         tensor_map.address = address
-        tensor_map._encode = encode
+        tensor_map.mover = mover
         return tensor_map
 
-    def moved(self, address: int) -> TensorMap:
-        """The same map for a tensor at another address.
+
+_KNOWN_MAPS = 64
+"""Addresses for which a placed map remembers its bytes: writing them costs half of what the driver's call does."""
+
+
+class PlacedMap:
+    """A tensor map in an argument block, which can be moved to other memory.
+
+    Attributes:
+        place: its bytes.
+        address: of element 0.
+    """
+
+    __slots__ = ("_known", "_mover", "_replace_address", "address", "place")
+
+    def __init__(self, place: memoryview, host_address: int, address: int, mover: _Mover) -> None:
+        self.place = place
+        self.address = address
+        self._mover = mover
+        self._replace_address = mover(host_address)
+        self._known: dict[int, bytes] = {}
+
+    def move(self, address: int) -> None:
+        """Let it describe memory at ``address``.
 
         Raises:
-            DriverError: the driver does not take the address.
+            DriverError: the driver makes no such map.
         """
-        return TensorMap.at(address, self._encode)
+        if address == self.address:
+            return
+        known = self._known.get(address)
+        if known is not None:
+            self.place[:] = known
+        else:
+            self._replace_address(address)
+            if len(self._known) == _KNOWN_MAPS:
+                self._known.clear()
+            self._known[address] = bytes(self.place)
+        self.address = address
+
+    def copy(self, place: memoryview, host_address: int) -> PlacedMap:
+        """The same map in another block, to which its bytes have been copied."""
+        return PlacedMap(place, host_address, self.address, self._mover)
 
 
 @dataclass(frozen=True)
@@ -216,15 +258,15 @@ class LaunchConfig:
         return 0 in self.grid
 
 
-def _argument_block(layout: Sequence[ParamInfo]) -> tuple[memoryview, np.ndarray]:
-    """Zeroed bytes for the arguments, and the array of pointers into them that the driver reads."""
+def _argument_block(layout: Sequence[ParamInfo]) -> tuple[memoryview, int, np.ndarray]:
+    """Zeroed bytes for the arguments, their address, and the array of pointers into them that the driver reads."""
     size = layout[-1].offset + layout[-1].size if layout else 0
     # NumPy owns the bytes so that the address is stable; over-allocated to align it.
     storage = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _ALIGNMENT
     block = storage[start : start + size]
     address = block.ctypes.data
-    return block.data, np.array([address + info.offset for info in layout], np.uint64)
+    return block.data, address, np.array([address + info.offset for info in layout], np.uint64)
 
 
 class PreparedLaunch:
@@ -237,25 +279,35 @@ class PreparedLaunch:
         operands: the tensors given as arguments and not replaced since; they stay alive with the launch.
         label: ``entry grid=... block=...``, for fault reports.
         op: the operator that it serves; empty where it serves none.
-        checked: how many explicit frees the runtime had seen when the operands were last found alive.
+        home: the session of the runtime that has made ``start`` ready; None before its first launch.
+        start: launches it on the compute stream, as it is packed then. Only for ``home``, which has set it.
+        tensor_maps: those among the arguments, by position.
+        checked: how many frees the session had seen when the operands were last found alive.
 
     Not safe to change from two threads at once; whoever owns the launch serialises that.
     """
 
     __slots__ = (
         "_activity",
+        "_base",
         "_block",
-        "_maps",
+        "_bound",
+        "_pack",
         "_pointers",
         "_tensors",
         "checked",
         "config",
         "function",
+        "home",
         "label",
         "op",
         "operands",
         "params",
+        "start",
+        "tensor_maps",
     )
+
+    start: ReadyCall
 
     def __init__(
         self, function: LoadedFunction, config: LaunchConfig, arguments: Sequence[Any], *, op: str = ""
@@ -263,14 +315,18 @@ class PreparedLaunch:
         spec = function.spec
         if len(arguments) != len(spec.params):
             raise LaunchError(f"{spec.entry} takes {len(spec.params)} arguments, got {len(arguments)}")
-        self._block, self._pointers = _argument_block(spec.layout)
-        self._maps: dict[int, TensorMap] = {}
+        self._block, self._base, self._pointers = _argument_block(spec.layout)
+        self.tensor_maps: dict[int, PlacedMap] = {}
         self.function = function
         self.config = config
         self.label = f"{spec.entry} grid={config.grid} block={config.block}"
         self.op = op
+        self.home: Session | None = None
         self.checked = -1
         self._activity: Activity | None = None
+        # How many pointers were bound last, and what packs as many.
+        self._bound = 0
+        self._pack = struct.Struct("").pack_into
         self.params: int = self._pointers.ctypes.data
         self._tensors: dict[int, TensorView] = {}
         self.operands: tuple[TensorView, ...] = ()
@@ -298,8 +354,11 @@ class PreparedLaunch:
             raise LaunchError(f"{spec.entry}: argument '{name}' ({kind.cuda}) got {value!r}") from None
         except OverflowError:
             raise LaunchOverflowError(f"{spec.entry}: argument '{name}' = {value!r} does not fit {kind.cuda}") from None
-        if isinstance(value, TensorMap):
-            self._maps[position] = value
+        if kind_name == "tensor_map":
+            self.tensor_maps.pop(position, None)
+            if isinstance(value, TensorMap):
+                place = self._block[offset : offset + size]
+                self.tensor_maps[position] = PlacedMap(place, self._base + offset, value.address, value.mover)
         if is_tensor or position in self._tensors:
             self._tensors.pop(position, None)
             if is_tensor:
@@ -311,29 +370,40 @@ class PreparedLaunch:
         """The same launch with a block of its own, which later changes of this one do not reach."""
         twin = PreparedLaunch.__new__(PreparedLaunch)
         for name in PreparedLaunch.__slots__:
-            setattr(twin, name, getattr(self, name))
-        twin._block, twin._pointers = _argument_block(self.function.spec.layout)
+            if name != "start":
+                setattr(twin, name, getattr(self, name))
+        twin._block, twin._base, twin._pointers = _argument_block(self.function.spec.layout)
         twin._block[:] = self._block
-        twin._maps = dict(self._maps)
+        twin.tensor_maps = {}
+        for position, tensor_map in self.tensor_maps.items():
+            offset, size = self.function.spec.layout[position]
+            place = twin._block[offset : offset + size]
+            twin.tensor_maps[position] = tensor_map.copy(place, twin._base + offset)
         twin._tensors = dict(self._tensors)
         twin.params = twin._pointers.ctypes.data
+        twin.home = None
         return twin
 
     @property
-    def packed(self) -> tuple[bytes, dict[int, TensorMap]]:
-        """The arguments as they are packed now; :meth:`restore` brings them back."""
-        return self._block.tobytes(), dict(self._maps)
+    def packed(self) -> tuple[bytes, dict[int, int]]:
+        """The arguments as they are packed now, and what tensor maps are of; :meth:`restore` brings them back."""
+        return self._block.tobytes(), {position: placed.address for position, placed in self.tensor_maps.items()}
 
-    def restore(self, packed: tuple[bytes, dict[int, TensorMap]]) -> None:
-        """Undo what was set since ``packed`` was read."""
-        self._block[:], self._maps = packed
+    def restore(self, packed: tuple[bytes, dict[int, int]]) -> None:
+        """Undo what pointers, numbers and moves were made since ``packed`` was read."""
+        self._block[:], addresses = packed
+        for position, address in addresses.items():
+            self.tensor_maps[position].address = address
 
     def bind(self, *pointers: int) -> None:
         """Renew the leading arguments, which must all be pointers, without further checks.
 
         ``operands`` stay as they are: whoever binds gives the tensors to ``CudaRuntime.launch``.
         """
-        struct.pack_into(f"{len(pointers)}Q", self._block, 0, *pointers)
+        if len(pointers) != self._bound:
+            self._bound = len(pointers)
+            self._pack = struct.Struct(f"{self._bound}Q").pack_into
+        self._pack(self._block, 0, *pointers)
 
     @property
     def activity(self) -> Activity:
@@ -364,7 +434,7 @@ class PreparedLaunch:
             for position, (param, info) in enumerate(zip(spec.params, spec.layout, strict=True))
             if param.kind == "ptr"
         }
-        return pointers | {position: tensor_map.address for position, tensor_map in self._maps.items()}
+        return pointers | {position: placed.address for position, placed in self.tensor_maps.items()}
 
     def move(self, position: int, address: int) -> None:
         """Renew the pointer, or the tensor map, at ``position`` for another address.
@@ -372,8 +442,11 @@ class PreparedLaunch:
         Raises:
             DriverError: the driver makes no tensor map for that address.
         """
-        tensor_map = self._maps.get(position)
-        self.set(position, address if tensor_map is None else tensor_map.moved(address))
+        placed = self.tensor_maps.get(position)
+        if placed is None:
+            self.set(position, address)
+        else:
+            placed.move(address)
 
     def arguments(self) -> dict[str, Any]:
         """The argument values by name, as the kernel will read them."""

@@ -120,7 +120,7 @@ class _Memory(ABC):
             if not self.is_freed:
                 self._give_back(self._held)
                 self._held = None
-                self._memory.explicit_frees += 1
+                self._memory.session.frees += 1
 
     @property
     @abstractmethod
@@ -166,7 +166,6 @@ class DeviceMemory:
         runtime: the runtime it belongs to.
         session: its way to the driver.
         is_closed: whether everything was given back.
-        explicit_frees: how often memory that views may still describe was freed.
     """
 
     def __init__(
@@ -175,7 +174,6 @@ class DeviceMemory:
         self.runtime = runtime
         self.session = session
         self.is_closed = False
-        self.explicit_frees = 0
         self._driver = session.driver
         self._streams = streams
         self._counters = counters
@@ -282,7 +280,7 @@ class DeviceMemory:
         After a failure, goes on where it stopped.
         """
         self.is_closed = True
-        self.explicit_frees += 1
+        self.session.frees += 1
         self._retired.clear()
         self._held.clear()
         self._pool.clear()

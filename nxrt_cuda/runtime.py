@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import count
 from math import prod
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from nxrt_cuda.errors import (
 )
 from nxrt_cuda.fork import Fork, open_fork
 from nxrt_cuda.graph import CapturedGraph, GraphRecorder, GraphSlot
+from nxrt_cuda.last_execution import LastExecution
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch, TensorMap
 from nxrt_cuda.memory import Allocation, DeviceMemory, pool_limit_from_environment
 from nxrt_cuda.modules import LoadedFunction, ModuleCache
@@ -146,6 +148,8 @@ class CudaRuntime:
         with session.lock:
             if session.captures_here:
                 self._recorder.abort()
+            # Launches that are ready know nothing of what is unloaded below, even where a call fails half-way.
+            session.lock.close_short_way("close")
             while self._to_close and session.refusal is None:
                 with session.driving("close"):
                     self._to_close[0]()
@@ -395,11 +399,6 @@ class CudaRuntime:
         with self._recorded("memset", FillWork(tensor.ptr, 0, tensor.nbytes), (tensor,)):
             self._transfers.fill(tensor.ptr, 0, tensor.nbytes)
 
-    @property
-    def explicit_frees(self) -> int:
-        """Changes whenever memory that a view may still describe is freed; views need no check while it does not."""
-        return self._memory.explicit_frees
-
     def check_operand(self, view: TensorView) -> None:
         """Refuse a view whose memory is gone or belongs to another runtime.
 
@@ -623,8 +622,8 @@ class CudaRuntime:
         Raises:
             DriverError: the driver does not take such a map.
         """
-        encode, data_type = self._driver.tensor_map_encode_tiled, dtype.name.upper()
-        return TensorMap.at(address, lambda moved: encode(data_type, moved, extents, strides, box))
+        encoded = self._driver.tensor_map_encode_tiled(dtype.name.upper(), address, extents, strides, box)
+        return TensorMap.of(encoded, address, self._driver.ready_tensor_map_replace_address)
 
     def prepare(self, function: LoadedFunction, config: LaunchConfig, *arguments: Any, op: str = "") -> PreparedLaunch:
         """Check and pack one launch; a tensor stands for its address.
@@ -670,46 +669,65 @@ class CudaRuntime:
             DeviceMemoryError: a tensor was freed since it was given to :meth:`prepare`.
             LaunchError: it was prepared by another runtime.
         """
-        if prepared.function.module.cache is not self._modules:
-            self._check_function(prepared.function)
-        if operands is None:
-            operands = prepared.operands
-            if prepared.checked != self._memory.explicit_frees:
-                for view in prepared.operands:
-                    self.check_operand(view)
-                prepared.checked = self._memory.explicit_frees
         session = self._session
+        gate = session.lock
+        turn = gate.turn
+        if turn.owner == get_ident():
+            turn.passing = True
+            try:
+                if (
+                    prepared.home is session
+                    and gate.turn is turn
+                    and (operands is not None or prepared.checked == session.frees)
+                ):
+                    start = prepared.start
+                    try:
+                        (status,) = start.call()
+                        if status:
+                            raise start.error(status)
+                    except DriverError as error:
+                        session.retry(error, start)
+                    self._counters.launches += 1
+                    session.suspects.append(prepared.label)
+                    return
+            finally:
+                turn.passing = False
+        self._launch(prepared, operands)
+
+    def _launch(self, prepared: PreparedLaunch, operands: Sequence[TensorView | None] | None) -> None:
+        """:meth:`launch` where something has to be checked or recorded."""
+        self._check_function(prepared.function)
+        session, config = self._session, prepared.config
         with session.lock:
-            if session.refusal is not None:
-                raise session.refusal()
-            if 0 in prepared.config.grid:
+            session.check_usable()
+            if operands is None:
+                operands = prepared.operands
+                for view in operands:
+                    self.check_operand(view)
+                prepared.checked = session.frees
+            if config.is_empty:
                 self._counters.empty_launches += 1
                 return
-            config = prepared.config
+            work = (prepared.function.handle, config.grid, config.block, config.shared_bytes)
+            if prepared.home is not session:
+                prepared.start = self._driver.ready_launch_kernel(*work, self._streams.compute, prepared.params)
+                prepared.home = session
             enqueue: Callable[..., None] = session.enqueue
             if session.tracer is not None:
                 enqueue = partial(session.tracer.run, prepared.activity, self._streams.current, enqueue)
             try:
-                enqueue(
-                    self._driver.launch_kernel,
-                    prepared.function.handle,
-                    config.grid,
-                    config.block,
-                    config.shared_bytes,
-                    self._streams.current,
-                    prepared.params,
-                )
+                enqueue(self._driver.launch_kernel, *work, self._streams.current, prepared.params)
             except DriverError as error:
                 self._recorder.failed(prepared.label, error)
                 raise
             self._counters.launches += 1
             if session.capturing:
-                work = LaunchWork(prepared)
-                self._recorder.record(prepared.label, operands, work, self._raw_memory(work.addresses))
+                recorded = LaunchWork(prepared)
+                self._recorder.record(prepared.label, operands, recorded, self._raw_memory(recorded.addresses))
             else:
-                session.enqueued(prepared.label)
-            if session.eager_sync and not session.capturing:
-                self.synchronize()
+                session.suspects.append(prepared.label)
+                if session.eager_sync:
+                    self.synchronize()
 
     @contextmanager
     def _recorded(self, label: str, work: CopyWork | FillWork, operands: Sequence[TensorView] = ()) -> Iterator[None]:
@@ -724,7 +742,7 @@ class CudaRuntime:
                 raw = self._raw_memory(work.addresses)
                 self._recorder.record(label, operands, work if work.nbytes else None, raw)
             else:
-                self._session.enqueued(label)
+                self._session.suspects.append(label)
 
     def exclusive(self) -> AbstractContextManager[None]:
         """The runtime's lock, for a ``with`` that has to see several calls undisturbed by other threads.
@@ -733,6 +751,10 @@ class CudaRuntime:
             CaptureError: on entry: this thread captures on another runtime, or a thread has ended in a capture.
         """
         return self._session.lock
+
+    def last_execution(self) -> LastExecution[Any]:
+        """What a kernel object remembers its latest execution with, to make it again at less cost."""
+        return LastExecution(self._session, self._counters)
 
     def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
         """Keep ``resources`` alive with the graph that is being recorded; nothing to do outside a capture."""

@@ -169,7 +169,7 @@ class Node:
         return dict.fromkeys([*[view.owner for view in self.operands], *self.raw])
 
 
-@dataclass
+@dataclass(eq=False)
 class Segment:
     """One instantiated graph and what its replays refer to.
 

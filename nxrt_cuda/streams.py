@@ -20,7 +20,6 @@ class Streams:
     Attributes:
         compute: the handle of the compute stream; the caller's own where one was given.
         transfer: the handle of the transfer stream.
-        current: where work goes now: the compute stream, or a branch of an open fork.
         forks: how many forks are open, one within the other.
         branches: streams that have forked and not been joined.
     """
@@ -42,12 +41,21 @@ class Streams:
                 "several threads would have no order; give a stream of your own"
             )
         try:
-            self.compute = self._create() if foreign is None else foreign
+            self.compute = self._current = self._create() if foreign is None else foreign
             self.transfer = self._create()
-            self.current = self.compute
         except BaseException:
             self.close()
             raise
+
+    @property
+    def current(self) -> int:
+        """Where work goes now: the compute stream, or a branch of an open fork."""
+        return self._current
+
+    @current.setter
+    def current(self, stream: int) -> None:
+        self._current = stream
+        self._session.lock.close_short_way("branch", stream != self.compute)
 
     def _create(self) -> int:
         stream = self._driver.stream_create()

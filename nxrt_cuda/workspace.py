@@ -41,13 +41,16 @@ class Workspace:
     lives on in the graphs that recorded it, and returns to the driver once an event recorded after its
     last use has completed. To what uses it, that is the same as draining the stream before freeing it,
     and no thread waits.
+
+    Attributes:
+        slot: the present one, or None.
     """
 
     def __init__(self, runtime: CudaRuntime, op: str, process_ledger: WorkspaceLedger) -> None:
         self._runtime = runtime
         self._op = op
         self._ledger = WorkspaceLedger(process_ledger)
-        self._slot: WorkspaceSlot | None = None
+        self.slot: WorkspaceSlot | None = None
 
     def candidate(self, nbytes: int) -> WorkspaceSlot:
         """A slot of at least ``nbytes``: the present one, or a new one that is not installed yet.
@@ -56,7 +59,7 @@ class Workspace:
             CaptureError: the workspace would have to grow during a capture.
         """
         nbytes = max(nbytes, 1)
-        slot = self._slot
+        slot = self.slot
         if slot is not None and slot.nbytes >= nbytes:
             self._ledger.handed_out(slot.ptr)
             return slot
@@ -71,21 +74,21 @@ class Workspace:
 
     def publish(self, slot: WorkspaceSlot) -> None:
         """Keep ``slot`` from now on."""
-        self._slot = slot
+        self.slot = slot
 
     def device_graph_resources(self) -> tuple[DeviceGraphResource, ...]:
         """The present slot, for a graph that records its user."""
-        return () if self._slot is None else (DeviceGraphResource(id(self._slot), self._slot),)
+        return () if self.slot is None else (DeviceGraphResource(id(self.slot), self.slot),)
 
     @property
     def ptr(self) -> int:
         """The address of the present slot; 0 where there is none."""
-        return 0 if self._slot is None else self._slot.ptr
+        return 0 if self.slot is None else self.slot.ptr
 
     @property
     def nbytes(self) -> int:
         """The size of the present slot."""
-        return 0 if self._slot is None else self._slot.nbytes
+        return 0 if self.slot is None else self.slot.nbytes
 
     def stats(self) -> WorkspaceStats:
         return self._ledger.stats()

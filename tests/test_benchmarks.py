@@ -367,20 +367,22 @@ def test_tables_show_peers() -> None:
 
 def test_launch_table_compares_with_as_many_bare_launches() -> None:
     """Two launches are compared with two bare ones, a replay with one bare graph launch whatever its nodes."""
-    row = {"launches": 1, "bare": None, "target_us": None}
+    row = {"launches": 1, "bare": None, "target_us": None, "target_ratio": None, "note": ""}
     rows = [
         {**row, "what": launch.BARE_LAUNCH, "us": 4.0},
         {**row, "what": launch.BARE_GRAPH, "us": 2.0},
         {**row, "what": "execute", "us": 12.0, "launches": 2, "bare": launch.BARE_LAUNCH, "target_us": 25.0},
-        {**row, "what": "replay", "us": 3.0, "launches": 2, "bare": launch.BARE_GRAPH},
+        {**row, "what": "replay", "us": 3.0, "launches": 2, "bare": launch.BARE_GRAPH, "target_ratio": 1.15},
         {**row, "what": "import", "us": 250e3, "launches": None, "target_us": 300e3},
+        {**row, "what": "loop", "us": 50.0, "note": "0 captures"},
     ]
     assert [cells[1:] for cells in launch.tabulate(rows).rows] == [
-        ("1", "4.0 µs", "-", "-"),
-        ("1", "2.0 µs", "-", "-"),
-        ("2", "12.0 µs", "1.50x", "≤ 25.0 µs"),
-        ("2", "3.0 µs", "1.50x", "-"),
-        ("-", "250 ms", "-", "≤ 300 ms"),
+        ("1", "4.0 µs", "-", "-", "-"),
+        ("1", "2.0 µs", "-", "-", "-"),
+        ("2", "12.0 µs", "1.50x", "≤ 25.0 µs", "-"),
+        ("2", "3.0 µs", "1.50x", "≤ 1.15x", "-"),
+        ("-", "250 ms", "-", "≤ 300 ms", "-"),
+        ("1", "50.0 µs", "-", "-", "0 captures"),
     ]
 
 

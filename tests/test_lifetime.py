@@ -187,3 +187,22 @@ def test_a_runtime_that_is_dropped_unclosed_says_so_and_gives_everything_back() 
     with pytest.warns(ResourceWarning, match="unclosed CudaRuntime"):
         gc.collect()
     assert not driver.live(), driver.live()
+
+
+def test_a_runtime_that_closed_half_way_launches_nothing_that_is_unloaded() -> None:
+    """Also what was launched often before, and is ready to be launched again."""
+    driver = HostDriver(HOST_ENTRIES)
+    runtime = open_on(driver)
+    x = runtime.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(runtime, 4, x, 4)
+    runtime.launch(launch, [x])
+    runtime.launch(launch, [x])
+    with driver.fail_call(call="stream_destroy"), pytest.raises(nx.DriverError, match="injected"):
+        runtime.close()
+    handles: list[int] = []
+    reach_driver = driver.launch_kernel
+    driver.launch_kernel = lambda function, *rest: (handles.append(function), reach_driver(function, *rest))  # type: ignore[method-assign]
+    with pytest.raises(nx.DriverError, match="CUDA_ERROR_INVALID_HANDLE"):
+        runtime.launch(launch, [x])
+    assert set(handles) == {0}
+    runtime.close()

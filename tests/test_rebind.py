@@ -202,7 +202,7 @@ def test_tensor_maps_are_made_anew_for_the_new_address() -> None:
         rt.launch(launch)
         assert y.numpy().tolist() == [4, 5, 6, 7]
         with (
-            rt._driver.fail_call(error=REFUSED, call="tensor_map_encode_tiled"),
+            rt._driver.fail_call(error=REFUSED, call="tensor_map_replace_address"),
             pytest.raises(nx.GraphError, match=r"node 0 \(through_map .*NOT_SUPPORTED"),
         ):
             graph.rebind({new: x})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -262,8 +264,177 @@ def test_a_thread_that_ends_in_a_capture_is_named_to_those_who_wait(
         on_thread(wait)
     with pytest.raises(nx.CaptureError, match="the thread 'careless'"):
         runtime.close()
+    context._capturing.discard(runtime._session)
     _open_runtimes.discard(runtime)
     runtime._closed = True  # There is nothing left that could close it.
+
+
+def short_ways(rt: nx.CudaRuntime) -> dict[str, Callable[[], None]]:
+    """Calls that take the short way, the thread that asks for them being the owner of the gate."""
+    x, out = rt.zeros((4,), nx.float32), rt.zeros((1, 1, 2, 8), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with rt.capture() as graph:
+        rt.launch(launch)
+    kernel = nx.create_kernel(rt, nx.Node("Attention"))
+    operands = [rt.zeros((1, 1, 2, 8), nx.float32) for _ in range(3)]
+    kernel.execute(operands, [out])
+    kernel.execute(operands, [out])
+    rt.launch(launch)
+    return {
+        "launch": partial(rt.launch, launch),
+        "replay": graph.replay,
+        "execute": partial(kernel.execute, operands, [out]),
+    }
+
+
+@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+def test_whoever_comes_in_waits_for_the_call_on_the_short_way(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The owner makes it without the lock; a thread that comes meanwhile finds it made and counted."""
+    call = short_ways(rt)[what]
+    name = "graph_launch" if what == "replay" else "launch_kernel"
+    reached, go_on = threading.Event(), threading.Event()
+    reach_driver = getattr(rt._driver, name)
+
+    def hesitate(*arguments: Any) -> None:
+        reached.set()
+        assert go_on.wait(10)
+        reach_driver(*arguments)
+
+    def come_in() -> nx.RuntimeStats:
+        assert reached.wait(10)
+        return rt.stats()
+
+    before = rt.stats()
+    with Background(come_in) as other:
+        monkeypatch.setattr(rt._driver, name, hesitate)
+        late = threading.Timer(0.05, go_on.set)
+        late.start()
+        call()
+    late.join()
+    done = other.result.since(before)
+    assert (done.launches, done.graph_replays) == ((0, 1) if what == "replay" else (1, 0))
+
+
+@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+def test_the_short_way_is_of_the_thread_that_was_in_last(rt: nx.CudaRuntime, what: str) -> None:
+    """Another goes the long way once, and is then the owner; what is counted is what was called."""
+    call = short_ways(rt)[what]
+    before, gate = rt.stats(), rt._session.lock
+    for _ in range(3):
+        assert gate.turn.owner == threading.get_ident()
+        call()
+        on_thread(call)
+        assert gate.turn.owner != threading.get_ident()
+        call()
+    assert not gate.turn.passing
+    done = rt.stats().since(before)
+    assert done.launches + done.graph_replays == 9
+
+
+@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+def test_a_thread_that_captures_has_no_short_way_on_another_runtime(rt: nx.CudaRuntime, what: str) -> None:
+    """Its calls there are refused as by the long way, and work again afterwards; other threads keep theirs."""
+    call = short_ways(rt)[what]
+    with open_on(HostDriver(HOST_ENTRIES)) as other:
+        launch = ADD_ONE.prepare(other, 4, other.zeros((4,), nx.float32), 4)
+        with other.capture():
+            other.launch(launch)
+            with pytest.raises(nx.CaptureError, match="on another runtime"):
+                call()
+            on_thread(call)
+            turn = rt._session.lock.turn
+            assert turn.owner not in (0, threading.get_ident())
+        call()
+        call()
+    assert rt._session.lock.turn.owner == threading.get_ident()
+
+
+def test_what_is_in_the_way_of_a_bare_call_closes_the_short_way(rt: nx.CudaRuntime) -> None:
+    """Until it is gone again, whoever has the turn."""
+    gate = rt._session.lock
+
+    def is_open() -> bool:
+        rt.stats()
+        return gate.turn.owner == threading.get_ident()
+
+    launch = ADD_ONE.prepare(rt, 4, rt.zeros((4,), nx.float32), 4)
+    assert is_open()
+    with rt.capture():
+        rt.launch(launch)
+        assert not is_open()
+    with rt.trace():
+        assert not is_open()
+    assert is_open()
+    with rt.fork() as fork:
+        assert is_open()
+        with fork.branch():
+            assert not is_open()
+        assert is_open()
+    rt.close()
+    assert not is_open()
+
+
+def test_an_interrupt_while_another_passes_leaves_the_gate_as_it_was(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes after that still waits for the call, and nothing is locked."""
+    gate = rt._session.lock
+    rt.stats()
+    turn = gate.turn
+    turn.passing = True
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    def come_in() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(context, "sleep", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                rt.stats()
+        assert gate.turn is turn
+        rt.stats()
+
+    with Background(come_in) as other:
+        assert not other.done.wait(0.05)
+        turn.passing = False
+    assert gate.turn is not turn
+    rt.stats()
+
+
+def test_short_ways_of_many_threads_lose_nothing(rt: nx.CudaRuntime) -> None:
+    """Replays and launches that change hands all the time, beside captures: every one runs once, none is recorded."""
+    x = rt.zeros((4,), nx.float32)
+    launch = ADD_ONE.prepare(rt, 4, x, 4)
+    with rt.capture() as graph:
+        rt.launch(launch)
+    before = rt.stats()
+
+    def work(call: Callable[[], None]) -> None:
+        for _ in range(300):
+            call()
+
+    def record() -> None:
+        for _ in range(30):
+            with rt.capture() as own:
+                rt.launch(launch)
+            assert own.node_count == 1
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with (
+            Background(work, graph.replay), Background(work, graph.replay),
+            Background(work, partial(rt.launch, launch)), Background(work, partial(rt.launch, launch, [x])),
+            Background(record),
+        ):  # fmt: skip
+            pass
+    finally:
+        sys.setswitchinterval(switch)
+    done = rt.stats().since(before)
+    assert (done.launches, done.graph_replays, graph.replays) == (630, 600, 600)
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 1200))
 
 
 def test_two_captures_into_one_slot_from_two_threads_are_two_segments(rt: nx.CudaRuntime) -> None:

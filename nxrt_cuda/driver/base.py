@@ -2,18 +2,21 @@
 
 Handles (devices, contexts, streams, events, modules, functions, graphs) and device addresses are
 plain integers. A call either returns its value or raises :class:`~nxrt_cuda.errors.DriverError`; no
-status code leaves this layer. Ownership, lifetimes, counters and capture rules belong to the rooms
-above. Names are the CUDA driver's own, without the ``cu`` prefix and in snake case.
+status code leaves this layer, but for that of a :class:`ReadyCall`. Ownership, lifetimes, counters and capture
+rules belong to the rooms above. Names are the CUDA driver's own, without the ``cu`` prefix and in snake case.
 
 A context must be current on the calling thread for every call but those under "Device and context".
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["CaptureMode", "CaptureStatus", "Dim3", "Driver", "ParamInfo", "PointerInfo"]
+from nxrt_cuda.errors import DriverError
+
+__all__ = ["CaptureMode", "CaptureStatus", "Dim3", "Driver", "ParamInfo", "PointerInfo", "ReadyCall"]
 
 Dim3 = tuple[int, int, int]
 
@@ -46,6 +49,32 @@ class PointerInfo(NamedTuple):
 
     device: int
     is_device: bool
+
+
+class ReadyCall:
+    """A driver call with its arguments, which are converted once and not with every call.
+
+    Calling it makes the call, or raises. Where a function more would show, its status is looked at in place::
+
+        (status,) = ready.call()
+        if status:
+            raise ready.error(status)
+
+    Attributes:
+        call: makes the call; its status alone in a tuple, false if it has succeeded. It may raise as well.
+        error: the error for any other status.
+    """
+
+    __slots__ = ("call", "error")
+
+    def __init__(self, call: Callable[[], tuple[object]], error: Callable[[Any], DriverError]) -> None:
+        self.call = call
+        self.error = error
+
+    def __call__(self) -> None:
+        (status,) = self.call()
+        if status:
+            raise self.error(status)
 
 
 class Driver(Protocol):
@@ -127,6 +156,14 @@ class Driver(Protocol):
         """
         ...
 
+    def tensor_map_replace_address(self, tensor_map: int, address: int) -> None:
+        """Let a ``CUtensorMap``, at a host address that is a multiple of 64, describe memory at ``address``."""
+        ...
+
+    def ready_tensor_map_replace_address(self, tensor_map: int) -> Callable[[int], None]:
+        """:meth:`tensor_map_replace_address` of this map, for any address; makes no driver call."""
+        ...
+
     # Modules and functions.
     def module_load(self, image: bytes) -> int: ...
     def module_unload(self, module: int) -> None: ...
@@ -144,6 +181,12 @@ class Driver(Protocol):
         self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
     ) -> None:
         """``params`` is the address of an array of pointers, one to each argument's value."""
+        ...
+
+    def ready_launch_kernel(
+        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+    ) -> ReadyCall:
+        """:meth:`launch_kernel`, to be made many times; makes no driver call."""
         ...
 
     # Capture and graphs.
@@ -201,3 +244,6 @@ class Driver(Protocol):
 
     def graph_upload(self, graph_exec: int, stream: int) -> None: ...
     def graph_launch(self, graph_exec: int, stream: int) -> None: ...
+    def ready_graph_launch(self, graph_exec: int, stream: int) -> ReadyCall:
+        """:meth:`graph_launch`, to be made many times; makes no driver call."""
+        ...

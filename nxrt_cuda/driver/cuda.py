@@ -1,8 +1,9 @@
 """The CUDA driver through ``cuda.bindings.driver``: every status checked, no state beyond handles.
 
 The bindings take and give handles as small objects, but accept a plain integer wherever they accept
-one, so integers are all that crosses this seam; the wrapper they then build costs about 40 ns. They
-release the GIL around every call into the driver, waiting calls included.
+one, so integers are all that crosses this seam; the object they then build costs about 40 ns. The calls
+that are made ready for many repetitions hold theirs. They release the GIL around every call into the
+driver, waiting calls included.
 
 Nothing is imported from ``cuda`` until a :class:`CudaDriver` is made.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, PointerInfo
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, PointerInfo, ReadyCall
 from nxrt_cuda.driver.status import error_class
 from nxrt_cuda.errors import DriverError, NoDeviceError
 
@@ -233,6 +236,19 @@ class CudaDriver:
         )
         return ctypes.string_at(encoded.getPtr(), 128)
 
+    def tensor_map_replace_address(self, tensor_map: int, address: int) -> None:
+        self.ready_tensor_map_replace_address(tensor_map)(address)
+
+    def ready_tensor_map_replace_address(self, tensor_map: int) -> Callable[[int], None]:
+        call, place = self._cuda.cuTensorMapReplaceAddress, self._cuda.CUtensorMap(tensor_map)
+
+        def replace(address: int) -> None:
+            (status,) = call(place, address)
+            if status:
+                raise self._error("cuTensorMapReplaceAddress", status, f"address 0x{address:x}")
+
+        return replace
+
     # Modules and functions.
 
     def module_load(self, image: bytes) -> int:
@@ -285,7 +301,20 @@ class CudaDriver:
     ) -> None:
         (status,) = self._launch_kernel(function, *grid, *block, shared_bytes, stream, params, 0)
         if status:
-            raise self._error("cuLaunchKernel", status, f"grid {grid}, block {block}, {shared_bytes} shared bytes")
+            raise self._launch_error(status, grid, block, shared_bytes)
+
+    def ready_launch_kernel(
+        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+    ) -> ReadyCall:
+        cuda = self._cuda
+        arguments = (cuda.CUfunction(function), *grid, *block, shared_bytes, cuda.CUstream(stream), params, 0)
+        return ReadyCall(
+            partial(self._launch_kernel, *arguments),
+            lambda status: self._launch_error(status, grid, block, shared_bytes),
+        )
+
+    def _launch_error(self, status: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> DriverError:
+        return self._error("cuLaunchKernel", status, f"grid {grid}, block {block}, {shared_bytes} shared bytes")
 
     # Capture and graphs.
 
@@ -377,6 +406,10 @@ class CudaDriver:
         (status,) = self._graph_launch(graph_exec, stream)
         if status:
             raise self._error("cuGraphLaunch", status)
+
+    def ready_graph_launch(self, graph_exec: int, stream: int) -> ReadyCall:
+        executable, on = self._cuda.CUgraphExec(graph_exec), self._cuda.CUstream(stream)
+        return ReadyCall(partial(self._graph_launch, executable, on), partial(self._error, "cuGraphLaunch"))
 
     def _kernel_node(self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int) -> Any:
         node = self._cuda.CUDA_KERNEL_NODE_PARAMS()

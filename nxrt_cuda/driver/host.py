@@ -29,13 +29,14 @@ back. Handles and addresses of one driver mean nothing to another.
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, PointerInfo
+from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, Dim3, ParamInfo, PointerInfo, ReadyCall
 from nxrt_cuda.driver.host_call import HostCalls, InjectedFailure, driver_call
 from nxrt_cuda.driver.host_device import HostDevice
 from nxrt_cuda.driver.host_failure import Failure
@@ -43,8 +44,9 @@ from nxrt_cuda.driver.host_graph import CapturedMark, Graph, GraphExec, GraphNod
 from nxrt_cuda.driver.host_image import HostEntry, HostImage, HostLaunch, read_arguments
 from nxrt_cuda.driver.host_memory import DeviceMemory, PinnedMemory
 from nxrt_cuda.driver.host_stream import Event, Mark, Stream, Wait
-from nxrt_cuda.driver.host_tensor_map import HostTensorMap
+from nxrt_cuda.driver.host_tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, HostTensorMap
 from nxrt_cuda.driver.host_work import Copy, Fill, Function, KernelCall, Module, Operation
+from nxrt_cuda.errors import DriverError
 
 __all__ = ["HostDriver", "HostEntry", "HostImage", "HostLaunch", "InjectedFailure", "LiveObjects"]
 
@@ -100,6 +102,20 @@ class _Table(dict[int, T], Generic[T]):
         item = self[handle]
         del self[handle]
         return item
+
+
+def _ready(call: Callable[[], None]) -> ReadyCall:
+    """``call``, which raises what goes wrong."""
+
+    def made() -> tuple[None]:
+        call()
+        return (None,)
+
+    return ReadyCall(made, _no_status)
+
+
+def _no_status(status: object) -> DriverError:
+    raise AssertionError(f"calls of the host driver raise; none has returned {status!r}")
 
 
 class _ThreadStream(threading.local):
@@ -388,6 +404,17 @@ class HostDriver(HostCalls):
         tensor_map.check()
         return tensor_map.encode()
 
+    @driver_call("cuTensorMapReplaceAddress", context=False)
+    def tensor_map_replace_address(self, tensor_map: int, address: int) -> None:
+        if tensor_map % TENSOR_MAP_ALIGNMENT:
+            raise Failure("CUDA_ERROR_INVALID_VALUE", f"0x{tensor_map:x} is not a multiple of {TENSOR_MAP_ALIGNMENT}")
+        moved = replace(HostTensorMap.decode(ctypes.string_at(tensor_map, TENSOR_MAP_BYTES)), address=address)
+        moved.check()
+        ctypes.memmove(tensor_map, moved.encode(), TENSOR_MAP_BYTES)
+
+    def ready_tensor_map_replace_address(self, tensor_map: int) -> Callable[[int], None]:
+        return lambda address: self.tensor_map_replace_address(tensor_map, address)
+
     # Modules and functions
 
     @driver_call("cuModuleLoadDataEx", unsafe=True)
@@ -452,6 +479,11 @@ class HostDriver(HostCalls):
     ) -> None:
         target = self._stream(stream)
         self._submit(target, self._kernel_call(function, grid, block, shared_bytes, params))
+
+    def ready_launch_kernel(
+        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+    ) -> ReadyCall:
+        return _ready(lambda: self.launch_kernel(function, grid, block, shared_bytes, stream, params))
 
     # Capture and graphs
 
@@ -557,6 +589,9 @@ class HostDriver(HostCalls):
         replayed = self._graph_execs[graph_exec]
         replayed.check()
         self._executor.push(target, GraphRun(replayed.nodes))
+
+    def ready_graph_launch(self, graph_exec: int, stream: int) -> ReadyCall:
+        return _ready(lambda: self.graph_launch(graph_exec, stream))
 
     # What several calls share
 

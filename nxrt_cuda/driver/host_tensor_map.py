@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from nxrt_cuda.driver.host_failure import Failure
 
-__all__ = ["HostTensorMap"]
+__all__ = ["TENSOR_MAP_ALIGNMENT", "TENSOR_MAP_BYTES", "HostTensorMap"]
 
 _MAGIC = b"nxrt map"
 _FORMAT = struct.Struct("<8s16sQB5Q4Q5H")
-_BYTES = 128
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
 _ITEM_BYTES = {"UINT8": 1, "FLOAT16": 2, "BFLOAT16": 2, "FLOAT32": 4}
 _MAX_RANK = 5
 _ACCESS_BYTES = 16
@@ -86,7 +87,7 @@ class HostTensorMap:
             *padded(self.strides, _MAX_RANK - 1),
             *padded(self.box, _MAX_RANK),
         )
-        return packed.ljust(_BYTES, b"\0")
+        return packed.ljust(TENSOR_MAP_BYTES, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> HostTensorMap:
@@ -95,7 +96,7 @@ class HostTensorMap:
         Raises:
             ValueError: ``data`` is something else.
         """
-        if len(data) != _BYTES or not data.startswith(_MAGIC):
+        if len(data) != TENSOR_MAP_BYTES or not data.startswith(_MAGIC):
             raise ValueError(f"{len(data)} bytes that are no tensor map of the host driver")
         _, data_type, address, rank, *numbers = _FORMAT.unpack_from(data)
         extents, strides, box = numbers[:5], numbers[5:9], numbers[9:]

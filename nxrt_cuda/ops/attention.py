@@ -45,7 +45,6 @@ tiles, which every launch leaves at zero.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -60,7 +59,8 @@ from nxrt_cuda.kernel import (
     WorkspaceRequirement,
     register,
 )
-from nxrt_cuda.launch import KernelSpec, LaunchConfig, PreparedLaunch, TensorMap
+from nxrt_cuda.last_execution import LastExecution
+from nxrt_cuda.launch import KernelSpec, PlacedMap, PreparedLaunch
 from nxrt_cuda.node import Node
 from nxrt_cuda.ops import attention_sm90 as sm90
 from nxrt_cuda.ops.attention_geometry import INPUT_NAMES, AttentionAttributes, AttentionGeometry
@@ -75,7 +75,8 @@ from nxrt_cuda.ops.attention_variants import (
     launch_config,
     lowest_bit,
 )
-from nxrt_cuda.ops.operands import LastOperands, check_memory
+from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
+from nxrt_cuda.ops.operands import check_memory
 from nxrt_cuda.ops.plan_cache import PlanCache
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
@@ -95,13 +96,13 @@ __all__ = [
 ]
 
 _OPERAND_NAMES = (*INPUT_NAMES, "output")
-
-_MAP_LIMIT = 64
-"""Tensor maps that a plan keeps encoded."""
+_ABSENT = (None,) * len(INPUT_NAMES)
 
 _COUNTERS = 64
 """Tile counters of a kernel object. Bindings take turns, so that launches in branches that run side by side do not
 draw their tiles from one counter."""
+
+_COUNTERS_METADATA = TensorMetadata(uint32, (_COUNTERS,))
 
 
 @dataclass(frozen=True)
@@ -126,44 +127,13 @@ class AttentionLaunchStats(StatsTable):
     reason: str = ""
 
 
-class _LaunchLedger:
-    """Counts executions; what a child counts, its parent counts too."""
-
-    def __init__(self, parent: _LaunchLedger | None = None) -> None:
-        self._parent = parent
-        self._lock = threading.Lock()
-        self._executions = self._launches = self._last_grid_x = 0
-        self._choice: VariantChoice | None = None
-
-    def executed(self, choice: VariantChoice, grid_x: int) -> None:
-        with self._lock:
-            self._executions += 1
-            self._choice = choice
-            if grid_x:
-                self._launches += 1
-                self._last_grid_x = grid_x
-        if self._parent is not None:
-            self._parent.executed(choice, grid_x)
-
-    def stats(self) -> AttentionLaunchStats:
-        with self._lock:
-            stats = AttentionLaunchStats(self._executions, self._launches, self._last_grid_x)
-            choice = self._choice
-        return stats if choice is None else replace(stats, variant=choice.variant.value, reason=choice.reason)
-
-    def reset(self) -> None:
-        with self._lock:
-            self._executions = self._launches = self._last_grid_x = 0
-            self._choice = None
-
-
-_process_ledger = _LaunchLedger()
+_process_ledger: LaunchLedger[VariantChoice] = LaunchLedger(kinds=1)
 _process_workspaces = WorkspaceLedger()
 
 
 def attention_launch_stats() -> AttentionLaunchStats:
     """The counters of all attention kernels of this process."""
-    return _process_ledger.stats()
+    return _stats(_process_ledger)
 
 
 def reset_attention_launch_stats() -> None:
@@ -171,38 +141,22 @@ def reset_attention_launch_stats() -> None:
     _process_ledger.reset()
 
 
-class _TensorMaps:
-    """The tensor maps of a plan, encoded once for each address that they were asked for."""
-
-    def __init__(self, runtime: CudaRuntime, dtype: DataType, layouts: Sequence[sm90.MapLayout]) -> None:
-        self._runtime = runtime
-        self._dtype = dtype
-        self._layouts = layouts
-        self._encoded: dict[tuple[int, int], TensorMap] = {}
-
-    def bind(self, prepared: PreparedLaunch, addresses: Sequence[int]) -> None:
-        """Write the maps for operands at ``addresses`` into a launch."""
-        for layout in self._layouts:
-            prepared.set(layout.parameter, self._encode(layout, addresses[layout.operand]))
-
-    def _encode(self, layout: sm90.MapLayout, address: int) -> TensorMap:
-        encoded = self._encoded.get((layout.parameter, address))
-        if encoded is None:
-            encoded = self._runtime.tensor_map(self._dtype, address, layout.extents, layout.strides, layout.box)
-            if len(self._encoded) >= _MAP_LIMIT:
-                self._encoded.clear()
-            self._encoded[layout.parameter, address] = encoded
-        return encoded
+def _stats(ledger: LaunchLedger[VariantChoice]) -> AttentionLaunchStats:
+    (executions, launches), (last_grid_x,), choice = ledger.totals()
+    stats = AttentionLaunchStats(executions, launches, last_grid_x)
+    return stats if choice is None else replace(stats, variant=choice.variant.value, reason=choice.reason)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is settled for operands of one layout: the variant, and the launch but for its addresses."""
+    """What is settled for operands of one layout: the launch but for its addresses, and how often it was made.
 
-    choice: VariantChoice
-    config: LaunchConfig
+    ``maps`` are the tensor maps among its arguments, each with the position of the operand that it describes.
+    """
+
+    tally: Tally[VariantChoice]
     prepared: PreparedLaunch | None
-    maps: _TensorMaps | None = None
+    maps: tuple[tuple[PlacedMap, int], ...] = ()
 
 
 class AttentionKernel(Kernel):
@@ -215,9 +169,10 @@ class AttentionKernel(Kernel):
         self._runtime = runtime
         self._attributes = attributes
         self._plans: PlanCache[tuple[object, ...], _Plan] = PlanCache()
-        self._ledger = _LaunchLedger(_process_ledger)
-        self._last: LastOperands[tuple[_Plan, WorkspaceSlot | None]] = LastOperands(runtime)
+        self._ledger = LaunchLedger(kinds=1, parent=_process_ledger)
+        self._last: LastExecution[Tally[VariantChoice]] = runtime.last_execution()
         self._workspace = Workspace(runtime, attributes.op, _process_workspaces)
+        self._capture_error_ptr = runtime.capture_error_ptr
         self._counter = 0
         self._warmed = False
 
@@ -229,11 +184,23 @@ class AttentionKernel(Kernel):
             UnsupportedError: the dtype or head_dim is not served.
             CaptureError: the kernel for these operands is not compiled yet, and a capture is open.
         """
+        operands = [*inputs, *outputs]
+        tally = self._last.again(operands) if len(outputs) == 1 else None
+        if tally is None:
+            tally = self._execute(inputs, outputs, operands)
+        if self._ledger.last is not tally or _process_ledger.last is not tally:
+            self._ledger.executed(tally)
+
+    def _execute(
+        self,
+        inputs: Sequence[TensorView | None],
+        outputs: Sequence[TensorMut],
+        operands: list[TensorView | None],
+    ) -> Tally[VariantChoice]:
+        """:meth:`execute` with other operands than the last time."""
         runtime = self._runtime
-        operands = (*inputs, *outputs)
         with runtime.exclusive():
-            bound = self._last.find(operands) if len(outputs) == 1 else None
-            plan, counters = bound or self._bind(inputs, outputs)
+            plan, counters = self._bind(inputs, outputs)
             if plan.prepared is not None:
                 runtime.launch(plan.prepared, operands)
                 if not runtime.is_capturing():
@@ -242,9 +209,9 @@ class AttentionKernel(Kernel):
                         self._workspace.publish(counters)
                 elif counters is not None:
                     runtime.retain(self._workspace.device_graph_resources())
-            self._ledger.executed(plan.choice, plan.config.grid[0])
-            if bound is None:
-                self._last.remember(operands, (plan, counters))
+                self._last.remember(operands, (plan.prepared,), plan.tally)
+            plan.tally.executions += 1
+            return plan.tally
 
     def _bind(
         self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]
@@ -253,42 +220,49 @@ class AttentionKernel(Kernel):
         op = self._attributes.op
         if len(outputs) != 1:
             raise KernelError(op, f"expected 1 output, got {len(outputs)}")
-        inputs = (*inputs, *(None,) * (len(INPUT_NAMES) - len(inputs)))
-        operands = (*inputs, *outputs)
+        operands = [*inputs, *_ABSENT[len(inputs) :], *outputs]
         metadata = [None if view is None else view.metadata for view in operands]
-        alignment = _alignment((*operands[:3], operands[-1]))
-        mask_alignment = _alignment((operands[3],))
-        key = (alignment, mask_alignment, *metadata)
-        plan = self._plans.find(key)
+        addresses = [0 if view is None else view.ptr for view in operands]
+        query, key, value, mask, *_, output = addresses
+        bits, mask_bits = ACCESS_BYTES | query | key | value | output, ACCESS_BYTES | mask
+        layout = (bits & -bits, mask_bits & -mask_bits, *metadata)
+        plan = self._plans.find(layout)
         if plan is None:
             geometry = AttentionGeometry.resolve(self._attributes, metadata[:-1], metadata[-1])
-        check_memory(op, self._runtime, _OPERAND_NAMES, inputs, outputs)
+        check_memory(op, self._runtime, _OPERAND_NAMES, operands, len(INPUT_NAMES))
         if plan is None:
-            plan = self._plan(outputs[0].dtype, geometry, alignment, mask_alignment)
-            self._plans.keep(key, plan)
+            alignment, mask_alignment = lowest_bit(bits), lowest_bit(mask_bits)
+            plan = self._plan(outputs[0].dtype, geometry, alignment, mask_alignment, addresses)
+            self._plans.keep(layout, plan)
         counters = None
         if plan.prepared is not None:
-            addresses = [0 if view is None else view.ptr for view in operands]
-            addresses.append(self._runtime.capture_error_ptr)
-            if plan.maps is not None:
+            addresses.append(self._capture_error_ptr)
+            if plan.maps:
                 counters = self._counters()
                 self._counter = (self._counter + 1) % _COUNTERS
                 addresses.append(counters.ptr + self._counter * uint32.itemsize)
             self._last.forget()
             plan.prepared.bind(*addresses)
-            if plan.maps is not None:
-                plan.maps.bind(plan.prepared, addresses)
+            for tensor_map, operand in plan.maps:
+                tensor_map.move(addresses[operand])
         return plan, counters
 
     def _counters(self) -> WorkspaceSlot:
         """The tile counters: zero before the first launch, and after every one."""
-        metadata = TensorMetadata(uint32, (_COUNTERS,))
-        slot = self._workspace.candidate(metadata.nbytes)
-        if slot.ptr != self._workspace.ptr:
-            self._runtime.fill_zero(TensorMut(slot.ptr, metadata, slot.allocation))
+        slot = self._workspace.slot
+        if slot is None:
+            slot = self._workspace.candidate(_COUNTERS_METADATA.nbytes)
+            self._runtime.fill_zero(TensorMut(slot.ptr, _COUNTERS_METADATA, slot.allocation))
         return slot
 
-    def _plan(self, dtype: DataType, geometry: AttentionGeometry, alignment: int, mask_alignment: int) -> _Plan:
+    def _plan(
+        self,
+        dtype: DataType,
+        geometry: AttentionGeometry,
+        alignment: int,
+        mask_alignment: int,
+        addresses: Sequence[int],
+    ) -> _Plan:
         runtime, op = self._runtime, self._attributes.op
         capabilities = runtime.capabilities
         choice = choose_variant(dtype, geometry, capabilities.compute_capability, alignment=alignment)
@@ -301,7 +275,7 @@ class AttentionKernel(Kernel):
             multiprocessor_count=capabilities.multiprocessor_count,
         )
         if config.is_empty:
-            return _Plan(choice, config, None)
+            return _Plan(self._ledger.open(choice, ()), None)
         runtime.require_nvrtc_half_headers(op)
         if variant is AttentionVariant.TENSOR_CORE:
             runtime.require_nvrtc_tensor_core_headers(op)
@@ -309,10 +283,15 @@ class AttentionKernel(Kernel):
             attention_spec(variant, dtype, geometry, alignment=alignment, mask_alignment=mask_alignment)
         )
         arguments = launch_arguments(variant, geometry, l2_cache_bytes=capabilities.l2_cache_bytes)
-        maps = None
-        if variant is AttentionVariant.SM90:
-            maps = _TensorMaps(runtime, dtype, sm90.map_layouts(geometry))
-        return _Plan(choice, config, runtime.prepare(function, config, *arguments, op=op), maps)
+        prepared = runtime.prepare(function, config, *arguments, op=op)
+        layouts = sm90.map_layouts(geometry) if variant is AttentionVariant.SM90 else ()
+        for layout in layouts:
+            address = addresses[layout.operand]
+            prepared.set(
+                layout.parameter, runtime.tensor_map(dtype, address, layout.extents, layout.strides, layout.box)
+            )
+        maps = tuple((prepared.tensor_maps[layout.parameter], layout.operand) for layout in layouts)
+        return _Plan(self._ledger.open(choice, (config.grid[0],)), prepared, maps)
 
     def workspace_requirement(self, inputs: Sequence[TensorMetadata]) -> WorkspaceRequirement:
         """None; raises as :meth:`execute` does where the inputs do not fit."""
@@ -332,7 +311,7 @@ class AttentionKernel(Kernel):
         return INPUT_NAMES[index] in ("key", "value")
 
     def launch_stats(self) -> AttentionLaunchStats:
-        return self._ledger.stats()
+        return _stats(self._ledger)
 
     def device_graph_resources(self) -> tuple[DeviceGraphResource, ...]:
         """The tile counters, where there are any."""
@@ -397,15 +376,6 @@ def unsupported_reason(
     except (KernelError, UnsupportedError) as error:
         return str(error).removeprefix("cuda_ep ")
     return None
-
-
-def _alignment(operands: Sequence[TensorView | None]) -> int:
-    """The greatest power of two, up to a full access, that the addresses of all operands are multiples of."""
-    bits = ACCESS_BYTES
-    for view in operands:
-        if view is not None:
-            bits |= view.ptr
-    return lowest_bit(bits)
 
 
 register("", "Attention", AttentionFactory, unsupported_reason)

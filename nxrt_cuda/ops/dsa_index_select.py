@@ -33,7 +33,6 @@ capture to the last replay, and grows only outside captures. Nothing synchronise
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,13 +47,15 @@ from nxrt_cuda.kernel import (
     WorkspaceRequirement,
     register,
 )
+from nxrt_cuda.last_execution import LastExecution
 from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.node import Node
 from nxrt_cuda.ops import dsa_certified, dsa_variants
 from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, check_shapes, resolve_dims
-from nxrt_cuda.ops.dsa_plan import Addresses, Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
+from nxrt_cuda.ops.dsa_plan import Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
 from nxrt_cuda.ops.dsa_variants import ACCESS_BYTES, ELEMENT_TYPES
-from nxrt_cuda.ops.operands import LastOperands, check_memory, operand_label
+from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
+from nxrt_cuda.ops.operands import check_memory, operand_label
 from nxrt_cuda.ops.plan_cache import PlanCache
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
@@ -120,48 +121,23 @@ class DsaRepairStats(StatsTable):
     keys_scored_strictly: int = 0
 
 
-class _LaunchLedger:
-    """Counts launches; what a child counts, its parent counts too."""
-
-    def __init__(self, parent: _LaunchLedger | None = None) -> None:
-        self._parent = parent
-        self._lock = threading.Lock()
-        self.reset()
-
-    def reset(self) -> None:
-        with self._lock:
-            self._executions = self._scores = self._selections = self._score_grid_x = self._selection_grid_x = 0
-
-    def executed(self, score_grids: Sequence[int], selection_grids: Sequence[int]) -> None:
-        """One execution, and the blocks of each of its launches."""
-        with self._lock:
-            self._executions += 1
-            self._scores += len(score_grids)
-            self._selections += len(selection_grids)
-            self._score_grid_x = score_grids[-1] if score_grids else self._score_grid_x
-            self._selection_grid_x = selection_grids[-1] if selection_grids else self._selection_grid_x
-        if self._parent is not None:
-            self._parent.executed(score_grids, selection_grids)
-
-    def stats(self) -> DsaLaunchStats:
-        with self._lock:
-            return DsaLaunchStats(
-                self._executions, self._scores, self._selections, self._score_grid_x, self._selection_grid_x
-            )
-
-
-_process_launches = _LaunchLedger()
+_process_launches: LaunchLedger[DsaChoice] = LaunchLedger(kinds=2)
 _process_workspaces = WorkspaceLedger()
 
 
 def dsa_launch_stats() -> DsaLaunchStats:
     """Launches of all DsaIndexSelect kernels of this process."""
-    return _process_launches.stats()
+    return _stats(_process_launches)
 
 
 def reset_dsa_launch_stats() -> None:
     """Zero what :func:`dsa_launch_stats` counts."""
     _process_launches.reset()
+
+
+def _stats(ledger: LaunchLedger[DsaChoice]) -> DsaLaunchStats:
+    counts, last_grids, _ = ledger.totals()
+    return DsaLaunchStats(*counts, *last_grids)
 
 
 def dsa_workspace_stats() -> WorkspaceStats:
@@ -202,10 +178,9 @@ class DsaIndexSelectKernel(Kernel):
         self._options = options
         self._max_grid_x = max_grid_x
         self._workspace = Workspace(runtime, OP, _process_workspaces)
-        self._launches = _LaunchLedger(_process_launches)
+        self._launches = LaunchLedger(kinds=2, parent=_process_launches)
         self._plans: PlanCache[_PlanKey, Plan] = PlanCache()
-        self._last: LastOperands[tuple[Plan, WorkspaceSlot]] = LastOperands(runtime)
-        self._choice: DsaChoice | None = None
+        self._last: LastExecution[Tally[DsaChoice]] = runtime.last_execution()
         self._counters: TensorMut | None = None
         self._warmed = False
 
@@ -216,38 +191,51 @@ class DsaIndexSelectKernel(Kernel):
             KernelError: an operand is not what the operator takes; nothing was launched, counted or grown.
             CaptureError: a capture is open, and the shape was not warmed before it.
         """
+        operands = [*inputs, *outputs]
+        tally = self._last.again(operands) if len(outputs) == 1 else None
+        if tally is None:
+            tally = self._execute(inputs, outputs, operands)
+        if self._launches.last is not tally or _process_launches.last is not tally:
+            self._launches.executed(tally)
+
+    def _execute(
+        self,
+        inputs: Sequence[TensorView | None],
+        outputs: Sequence[TensorMut],
+        operands: list[TensorView | None],
+    ) -> Tally[DsaChoice]:
+        """:meth:`execute` with other operands than the last time."""
         runtime = self._runtime
-        operands = (*inputs, *outputs)
         with runtime.exclusive():
-            bound = self._last.find(operands) if len(outputs) == 1 else None
-            plan, slot = bound or self._bind(inputs, outputs)
+            plan, slot = self._bind(inputs, outputs)
             for launch, touched in plan.steps:
                 runtime.launch(launch, operands[touched])
-            self._launches.executed(plan.score_grids, plan.selection_grids)
-            self._choice = plan.choice
             if runtime.is_capturing():
                 runtime.retain(self.device_graph_resources())
             else:
                 self._workspace.publish(slot)
                 self._warmed = True
-            if bound is None:
-                self._last.remember(operands, (plan, slot))
+            if plan.repeatable:
+                self._last.remember(operands, plan.repeatable, plan.tally)
+            plan.tally.executions += 1
+            return plan.tally
 
     def _bind(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[Plan, WorkspaceSlot]:
         """Check the operands, and write their addresses into the launches for their layout."""
-        operands = _required_operands(inputs, outputs)
-        check_memory(OP, self._runtime, _OPERAND_NAMES, operands[:_OUTPUT], operands[_OUTPUT:])
+        operands = _all_operands(inputs, outputs)
+        check_memory(OP, self._runtime, _OPERAND_NAMES, operands, _OUTPUT)
         query, key, weights, bias, out = operands
-        metadata = tuple([view.metadata for view in operands])
         aligned = (query.ptr | key.ptr) % ACCESS_BYTES == 0
-        plan = self._plans.find((aligned, metadata))
+        layout = aligned, (query.metadata, key.metadata, weights.metadata, bias.metadata, out.metadata)
+        plan = self._plans.find(layout)
         if plan is None:
-            plan, slot = self._plan(self._check_metadata(metadata), query.dtype, aligned)
-            self._plans.keep((aligned, metadata), plan)
+            plan, slot = self._plan(self._check_metadata(layout[1]), query.dtype, aligned)
+            plan.tally = self._launches.open(plan.choice, plan.score_grids, plan.selection_grids)
+            self._plans.keep(layout, plan)
         else:
             slot = self._workspace.candidate(plan.nbytes)
         self._last.forget()
-        plan.bind(slot.ptr, Addresses(query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr))
+        plan.bind(slot.ptr, query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr)
         return plan, slot
 
     def workspace_requirement(self, inputs: Sequence[TensorMetadata]) -> WorkspaceRequirement:
@@ -277,7 +265,7 @@ class DsaIndexSelectKernel(Kernel):
         return (*self._workspace.device_graph_resources(), *counted)
 
     def launch_stats(self) -> DsaLaunchStats:
-        return self._launches.stats()
+        return _stats(self._launches)
 
     def workspace_stats(self) -> WorkspaceStats:
         return self._workspace.stats()
@@ -292,7 +280,7 @@ class DsaIndexSelectKernel(Kernel):
     @property
     def choice(self) -> DsaChoice | None:
         """The variant that served the last execution, and why; None before the first."""
-        return self._choice
+        return None if self._launches.last is None else self._launches.last.choice
 
     def _check_metadata(self, metadata: tuple[TensorMetadata, ...]) -> Dims:
         *inputs, output = metadata
@@ -425,15 +413,17 @@ def unsupported_reason(
     return None
 
 
-def _required_operands(inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[TensorView, ...]:
+def _all_operands(inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[TensorView, ...]:
     if len(inputs) != len(INPUT_NAMES):
         raise KernelError(OP, f"expected 4 inputs, got {len(inputs)}")
     if len(outputs) != 1:
         raise KernelError(OP, f"expected 1 output, got {len(outputs)}")
-    for index, (name, view) in enumerate(zip(INPUT_NAMES, inputs, strict=True)):
-        if view is None:
-            raise KernelError(OP, f"required input {index} ('{name}') is absent", operand=name)
-    return (*inputs, *outputs)  # type: ignore[arg-type]
+    query, key, weights, bias = inputs
+    if query is None or key is None or weights is None or bias is None:
+        index = list(inputs).index(None)
+        name = INPUT_NAMES[index]
+        raise KernelError(OP, f"required input {index} ('{name}') is absent", operand=name)
+    return query, key, weights, bias, outputs[0]
 
 
 def _operand_error(position: int, what: str) -> KernelError:

@@ -10,21 +10,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from nxrt_cuda.dtype import DataType
 from nxrt_cuda.errors import KernelError
-from nxrt_cuda.launch import KernelSpec, PreparedLaunch, TensorMap
+from nxrt_cuda.launch import KernelSpec, PlacedMap, PreparedLaunch, TensorMap
 from nxrt_cuda.ops import dsa_certified as certified
 from nxrt_cuda.ops import dsa_variants as strict
 from nxrt_cuda.ops.dsa_geometry import OP, Dims, WorkspaceLayout
+from nxrt_cuda.ops.launch_ledger import Tally
 from nxrt_cuda.tensor import TensorMut
 
 if TYPE_CHECKING:
     from nxrt_cuda.runtime import CudaRuntime
 
 __all__ = [
-    "Addresses",
     "Attributes",
     "CertifiedPlan",
     "DsaChoice",
@@ -34,9 +36,6 @@ __all__ = [
     "Step",
     "StrictPlan",
 ]
-
-_MAP_LIMIT = 64
-"""Pairs of addresses whose tensor maps are kept encoded, which costs several microseconds each."""
 
 _MODE = "NXRT_CUDA_DSA"
 _MODES = ("auto", "strict")
@@ -91,16 +90,6 @@ class Attributes(NamedTuple):
     weights_scale: float
 
 
-class Addresses(NamedTuple):
-    """Where the operands of one call begin."""
-
-    query: int
-    key: int
-    weights: int
-    bias: int
-    out: int
-
-
 class Step(NamedTuple):
     """One launch, and which of the operands (the four inputs, then the output) it touches."""
 
@@ -116,6 +105,7 @@ class Plan(ABC):
         nbytes: of the workspace.
         steps: what is launched, in order.
         score_grids, selection_grids: blocks of each launch of either kind that launches anything.
+        tally: counts its executions; given to it by the kernel object that has made it.
     """
 
     choice: DsaChoice
@@ -123,10 +113,17 @@ class Plan(ABC):
     steps: tuple[Step, ...]
     score_grids: tuple[int, ...]
     selection_grids: tuple[int, ...]
+    tally: Tally[DsaChoice]
+
+    @cached_property
+    def repeatable(self) -> tuple[PreparedLaunch, ...]:
+        """The launches that do it again where no address has changed; none where one of them launches nothing."""
+        launches = tuple(step.launch for step in self.steps)
+        return () if any(launch.config.is_empty for launch in launches) else launches
 
     @abstractmethod
-    def bind(self, workspace: int, at: Addresses) -> None:
-        """Renew the addresses."""
+    def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
+        """Renew the addresses: of the workspace, and of the operands."""
 
 
 _INPUTS = slice(0, 4)
@@ -176,10 +173,10 @@ class StrictPlan(Plan):
         self.score_grids = _grids(self._score)
         self.selection_grids = _grids(self._select)
 
-    def bind(self, workspace: int, at: Addresses) -> None:
+    def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
         scores, allowed = workspace + self._layout.scores_offset, workspace + self._layout.allowed_offset
-        self._score.bind(at.query, at.key, at.weights, at.bias, scores, allowed)
-        self._select.bind(scores, allowed, at.out)
+        self._score.bind(query, key, weights, bias, scores, allowed)
+        self._select.bind(scores, allowed, out)
 
 
 class CertifiedPlan(Plan):
@@ -212,9 +209,9 @@ class CertifiedPlan(Plan):
         self.score_grids = _grids(*(chunk.score for chunk in self._chunks))
         self.selection_grids = _grids(*(chunk.certify for chunk in self._chunks))
 
-    def bind(self, workspace: int, at: Addresses) -> None:
+    def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
         for chunk in self._chunks:
-            chunk.bind(workspace, at)
+            chunk.bind(workspace, (query, key, weights, bias, out))
 
 
 class _ChunkLaunches:
@@ -234,10 +231,18 @@ class _ChunkLaunches:
         self._runtime = runtime
         self._dims = dims
         self._dtype = dtype
-        self._top_k = attributes.top_k
-        self._layout = layout
         self._chunk = chunk
-        self._counters = counters
+        self._counted = counters.ptr
+        self._maps: tuple[PlacedMap, PlacedMap] | None = None
+        row, itemsize = chunk.first_row, dtype.itemsize
+        # Bytes before the chunk in query, key, weights, bias and output.
+        self._begins = (
+            row * dims.heads * dims.head_dim * itemsize,
+            chunk.first_batch * dims.key_seq * dims.head_dim * itemsize,
+            row * dims.heads * itemsize,
+            row * dims.key_seq * 4,
+            row * attributes.top_k * 8,
+        )
         processors = runtime.capabilities.multiprocessor_count
         extents = (chunk.batch, chunk.q_seq, dims.key_seq)
         stride = certified.row_stride(dims)
@@ -246,7 +251,6 @@ class _ChunkLaunches:
         self.split: PreparedLaunch | None = None
         self.prepare: PreparedLaunch | None = None
         self.score: PreparedLaunch | None = None
-        self._encoded: dict[tuple[int, int], tuple[TensorMap, TensorMap]] = {}
         if dims.key_seq > attributes.top_k:
             if certified.parts(dtype) > 1:
                 function = runtime.function(certified.split_spec(dims.head_dim))
@@ -255,8 +259,6 @@ class _ChunkLaunches:
                 self.split = runtime.prepare(function, config, *_unbound(function.spec), *vectors, op=OP)
             function = runtime.function(certified.score_spec(dtype, dims))
             config = certified.score_config(function.spec, dims, dtype, chunk, processors, max_grid_x)
-            kinds = [param.kind for param in function.spec.params]
-            self._map_positions = [position for position, kind in enumerate(kinds) if kind == "tensor_map"]
             maps = (bytes(128), bytes(128))
             norms = certified.norm_weights(dtype, dims.heads, dims.head_dim)
             error_scale = certified.error_scale(attributes.scale)
@@ -272,6 +274,12 @@ class _ChunkLaunches:
             config = certified.prepare_config(function.spec, dims, chunk, max_grid_x)
             top_k = attributes.top_k
             self.prepare = runtime.prepare(function, config, *_unbound(function.spec), *extents, top_k, op=OP)
+        # Bytes before what it has of the workspace; None where the launch that would write there is left out.
+        self._parts = (
+            *(layout.scores_offset, layout.key_words_offset, layout.bounds_offset),
+            *_if(self.prepare, layout.allowed_offset, layout.rows_offset, layout.tiles_offset),
+            *_if(self.split, layout.query_parts_offset, layout.key_parts_offset),
+        )
         function = runtime.function(certified.certify_spec(dtype, dims, chunk.rows, processors))
         config, block_keys = certified.certify_config(function.spec, dims, chunk.rows, max_grid_x)
         self.certify = runtime.prepare(
@@ -293,49 +301,36 @@ class _ChunkLaunches:
             if launch is not None
         )
 
-    def bind(self, workspace: int, at: Addresses) -> None:
-        dims, chunk, layout = self._dims, self._chunk, self._layout
-        row, itemsize = chunk.first_row, self._dtype.itemsize
-        query = at.query + row * dims.heads * dims.head_dim * itemsize
-        key = at.key + chunk.first_batch * dims.key_seq * dims.head_dim * itemsize
-        weights = at.weights + row * dims.heads * itemsize
-        bias = at.bias + row * dims.key_seq * 4
-        out = at.out + row * self._top_k * 8
-        scores, key_words = workspace + layout.scores_offset, workspace + layout.key_words_offset
-        bounds = workspace + layout.bounds_offset
-        allowed = rows = tiles = 0
+    def bind(self, workspace: int, operands: tuple[int, ...]) -> None:
+        query, key, weights, bias, out = map(add, operands, self._begins)
+        scores, key_words, bounds, allowed, rows, tiles, query_parts, key_parts = [
+            0 if part is None else workspace + part for part in self._parts
+        ]
         added_bias = bias
         if self.prepare is not None:
-            allowed = workspace + layout.allowed_offset
-            rows = workspace + layout.rows_offset
-            tiles = workspace + layout.tiles_offset
             added_bias = 0
             self.prepare.bind(bias, allowed, rows, tiles)
-        if self.score is not None:
+        if self.split is None:
             query_parts, key_parts = query, key
-            if self.split is not None:
-                query_parts, key_parts = workspace + layout.query_parts_offset, workspace + layout.key_parts_offset
-                self.split.bind(query, key, query_parts, key_parts)
+        else:
+            self.split.bind(query, key, query_parts, key_parts)
+        if self.score is not None:
             self.score.bind(query, weights, added_bias, rows, tiles, scores, key_words, bounds)
-            for position, tensor_map in zip(self._map_positions, self._maps(query_parts, key_parts), strict=True):
-                self.score.set(position, tensor_map)
-        self.certify.bind(
-            *(query, key, weights, bias, scores, allowed, rows, key_words, bounds, out, self._counters.ptr)
-        )
+            query_map, key_map = self._maps or self._encode_maps(self.score, query_parts, key_parts)
+            query_map.move(query_parts)
+            key_map.move(key_parts)
+        self.certify.bind(query, key, weights, bias, scores, allowed, rows, key_words, bounds, out, self._counted)
 
-    def _maps(self, query: int, key: int) -> tuple[TensorMap, TensorMap]:
-        """Of queries and keys at these addresses; encoded once for each pair of them."""
-        maps = self._encoded.get((query, key))
-        if maps is None:
-            dims, chunk = self._dims, self._chunk
-            maps = (
-                self._encode(query, chunk.rows * dims.heads, 1, certified.query_box(dims)),
-                self._encode(key, dims.key_seq, chunk.batch, certified.key_box(self._dtype, dims.head_dim)),
-            )
-            if len(self._encoded) == _MAP_LIMIT:
-                self._encoded.clear()
-            self._encoded[query, key] = maps
-        return maps
+    def _encode_maps(self, score: PreparedLaunch, query: int, key: int) -> tuple[PlacedMap, PlacedMap]:
+        """The tensor maps among the arguments of ``score``, which lack until the first addresses are known."""
+        dims, chunk = self._dims, self._chunk
+        params = score.function.spec.params
+        query_map, key_map = (position for position, param in enumerate(params) if param.kind == "tensor_map")
+        key_box = certified.key_box(self._dtype, dims.head_dim)
+        score.set(query_map, self._encode(query, chunk.rows * dims.heads, 1, certified.query_box(dims)))
+        score.set(key_map, self._encode(key, dims.key_seq, chunk.batch, key_box))
+        self._maps = score.tensor_maps[query_map], score.tensor_maps[key_map]
+        return self._maps
 
     def _encode(self, address: int, vectors: int, batch: int, box: tuple[int, ...]) -> TensorMap:
         element = certified.part_type(self._dtype)
@@ -348,6 +343,11 @@ class _ChunkLaunches:
 def _grids(*launches: PreparedLaunch | None) -> tuple[int, ...]:
     """Blocks of each launch that is there and launches anything."""
     return tuple(launch.config.grid[0] for launch in launches if launch is not None and not launch.config.is_empty)
+
+
+def _if(launch: PreparedLaunch | None, *offsets: int) -> tuple[int | None, ...]:
+    """``offsets`` if the launch is there, else as many None."""
+    return offsets if launch is not None else (None,) * len(offsets)
 
 
 def _unbound(spec: KernelSpec) -> Sequence[int]:

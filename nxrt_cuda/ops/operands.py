@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from operator import call
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nxrt_cuda.errors import KernelError
 from nxrt_cuda.tensor import TensorMut, TensorView
@@ -13,55 +11,7 @@ from nxrt_cuda.tensor import TensorMut, TensorView
 if TYPE_CHECKING:
     from nxrt_cuda.runtime import CudaRuntime
 
-__all__ = ["LastOperands", "check_memory", "operand_label"]
-
-
-Bound = TypeVar("Bound")
-
-
-class LastOperands(Generic[Bound]):
-    """Recognises the operands of the latest execution, so that they need not be checked and bound again.
-
-    Views are immutable: the same objects have the same addresses and layouts, and only their memory may
-    have been freed since. They are not kept alive.
-    """
-
-    __slots__ = ("_absent", "_bound", "_frees", "_references", "_runtime")
-
-    _absent: int
-    _bound: Bound | None
-    _frees: int
-    _references: tuple[Callable[[], Any], ...]
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-        self.forget()
-
-    def find(self, operands: tuple[TensorView | None, ...]) -> Bound | None:
-        """What was bound to these very objects, unless memory was freed since."""
-        if self._frees != self._runtime.explicit_frees:
-            return None
-        known = tuple(map(call, self._references))
-        # The reference of an operand that is gone gives None too, as an absent one does.
-        return self._bound if known == operands and known.count(None) == self._absent else None
-
-    def remember(self, operands: tuple[TensorView | None, ...], bound: Bound) -> None:
-        """``operands`` were checked, and ``bound`` has their addresses."""
-        self._references = tuple([_nothing if view is None else weakref.ref(view) for view in operands])
-        self._absent = operands.count(None)
-        self._frees = self._runtime.explicit_frees
-        self._bound = bound
-
-    def forget(self) -> None:
-        """Nothing is bound until the next :meth:`remember`."""
-        self._references = ()
-        self._absent = 0
-        self._frees = -1
-        self._bound = None
-
-
-def _nothing() -> None:
-    return None
+__all__ = ["check_memory", "operand_label"]
 
 
 def operand_label(names: Sequence[str], inputs: int, position: int) -> str:
@@ -71,47 +21,44 @@ def operand_label(names: Sequence[str], inputs: int, position: int) -> str:
 
 
 def check_memory(
-    op: str,
-    runtime: CudaRuntime,
-    names: Sequence[str],
-    inputs: Sequence[TensorView | None],
-    outputs: Sequence[TensorView],
+    op: str, runtime: CudaRuntime, names: Sequence[str], operands: Sequence[TensorView | None], inputs: int
 ) -> None:
-    """Refuse operands whose memory a launch must not touch. ``names`` are the inputs', then the outputs'.
+    """Refuse operands whose memory a launch must not touch: the first ``inputs`` are read, the others written.
 
     Raises:
         KernelError: memory is freed, belongs to another runtime, or does not align the element type; or an
             output is read-only, or overlaps an input.
     """
-
-    for position, view in enumerate((*inputs, *outputs)):
+    for view in operands:
         if view is None:
             continue
         owner = view.owner
-        if owner.runtime is not runtime:
-            raise _refused(
-                op, names, len(inputs), position, f"belongs to another runtime, not to the kernel's: {view!r}"
-            )
-        if owner.is_freed:
-            raise _refused(op, names, len(inputs), position, f"was freed: {view!r}")
         itemsize = view.metadata.dtype.itemsize
-        if view.ptr % itemsize:
-            raise _refused(
-                op,
-                names,
-                len(inputs),
-                position,
-                f"at 0x{view.ptr:x} is misaligned; {view.dtype} is aligned to {itemsize} bytes",
-            )
-    for position, output in enumerate(outputs, len(inputs)):
+        if owner.runtime is not runtime:
+            what = f"belongs to another runtime, not to the kernel's: {view!r}"
+        elif owner.is_freed:
+            what = f"was freed: {view!r}"
+        elif view.ptr % itemsize:
+            what = f"at 0x{view.ptr:x} is misaligned; {view.dtype} is aligned to {itemsize} bytes"
+        else:
+            continue
+        raise _refused(op, names, inputs, _position(view, operands), what)
+    for output in operands[inputs:]:
         if not isinstance(output, TensorMut):
-            raise _refused(op, names, len(inputs), position, f"is read-only; an output is a TensorMut, got {output!r}")
-        begin, end = output.ptr, output.ptr + output.nbytes
-        for other, view in enumerate(inputs):
+            what = f"is read-only; an output is a TensorMut, got {output!r}"
+            raise _refused(op, names, inputs, _position(output, operands, inputs), what)
+        begin = output.ptr
+        end = begin + output.metadata.span_bytes
+        for view in operands[:inputs]:
             if view is not None and view.ptr < end and begin < view.ptr + view.metadata.span_bytes:
-                label = operand_label(names, len(inputs), other)
-                raise _refused(op, names, len(inputs), position, f"overlaps {label}: {output!r} and {view!r}")
+                what = f"overlaps {operand_label(names, inputs, _position(view, operands))}: {output!r} and {view!r}"
+                raise _refused(op, names, inputs, _position(output, operands, inputs), what)
 
 
 def _refused(op: str, names: Sequence[str], inputs: int, position: int, what: str) -> KernelError:
     return KernelError(op, f"{operand_label(names, inputs, position)} {what}", operand=names[position])
+
+
+def _position(view: TensorView | None, operands: Sequence[TensorView | None], start: int = 0) -> int:
+    """The first place of the object ``view``, from ``start`` on. A message needs it, no check does."""
+    return next(position for position in range(start, len(operands)) if operands[position] is view)

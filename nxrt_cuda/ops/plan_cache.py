@@ -19,15 +19,20 @@ class PlanCache(Generic[Key, Plan]):
     def __init__(self) -> None:
         # The one used last is the last.
         self._plans: dict[Key, Plan] = {}
+        self._last: tuple[Key | None, Plan | None] = None, None
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def find(self, key: Key) -> Plan | None:
         """The plan kept under ``key``, which is now the one used last."""
+        last, plan = self._last
+        if key == last:  # which costs less than a hash where the parts are the same objects
+            return plan
         plan = self._plans.pop(key, None)
         if plan is not None:
             self._plans[key] = plan
+            self._last = key, plan
         return plan
 
     def keep(self, key: Key, plan: Plan) -> None:
@@ -35,3 +40,4 @@ class PlanCache(Generic[Key, Plan]):
         if len(self._plans) >= _LIMIT:
             del self._plans[next(iter(self._plans))]
         self._plans[key] = plan
+        self._last = key, plan

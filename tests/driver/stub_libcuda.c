@@ -145,6 +145,10 @@ static Status graph_nodes(Handle graph, Handle* nodes, size_t* count) {
 }
 static Status node_type(Handle node, int* type) { *type = (int)((uintptr_t)node - 0x10); return 0; }
 static Status graph_launch(Handle graph, Handle stream) { CALL("cuGraphLaunch", "%p %p", graph, stream); return 0; }
+static Status replace_address(Handle tensor_map, Handle address) {
+    CALL("cuTensorMapReplaceAddress", "%p %p", tensor_map, address);
+    return 0;
+}
 static Status free_async(uint64_t ptr, Handle stream) { CALL("cuMemFreeAsync", "0x%lx %p", ptr, stream); return 0; }
 static Status capture_info(Handle stream, int* status, uint64_t* id, Handle* graph, Handle** nodes, void** edges,
                            size_t* count) {
@@ -281,6 +285,7 @@ Status cuGetProcAddress_v2(const char* name, void** function, int version, uint6
         {"cuGraphGetNodes", graph_nodes},
         {"cuGraphNodeGetType", node_type},
         {"cuGraphLaunch", graph_launch},
+        {"cuTensorMapReplaceAddress", replace_address},
         {"cuGraphGetEdges", graph_edges},
         {"cuGraphExecKernelNodeSetParams", update_kernel},
         {"cuGraphExecMemcpyNodeSetParams", update_copy},

@@ -161,6 +161,9 @@ def test_integers_reach_the_driver_unchanged(stub: Run) -> None:
         driver.memset_d8_async(0xfffffffffffff000, 255, 9, 0x7f0000000010)
         driver.func_set_max_dynamic_shared(0xf0, 100000)
         driver.graph_launch(0x7f0000000abc, 0x7f0000000010)
+        driver.ready_launch_kernel(0x7f00000000f0, (2**31 - 1, 2, 3), (4, 5, 6), 7, 0x7f0000000010, 0x7ffc00000008)()
+        driver.ready_graph_launch(0x7f0000000abc, 0x7f0000000010)()
+        driver.tensor_map_replace_address(0x7f0000000040, 0xfffffffffffff000)
         print(driver.ctx_get_current(), driver.driver_version(), driver.device_name(0), driver.func_param_info(0xf0))
         """
     )
@@ -176,6 +179,9 @@ def test_integers_reach_the_driver_unchanged(stub: Run) -> None:
         "cuMemsetD8Async 0xfffffffffffff000 255 9 0x7f0000000010",
         "cuFuncSetAttribute 0xf0 8 100000",
         "cuGraphLaunch 0x7f0000000abc 0x7f0000000010",
+        "cuLaunchKernel 0x7f00000000f0 (2147483647 2 3) (4 5 6) 7 0x7f0000000010 0x7ffc00000008 (nil)",
+        "cuGraphLaunch 0x7f0000000abc 0x7f0000000010",
+        "cuTensorMapReplaceAddress 0x7f0000000040 0xfffffffffffff000",
         "cuCtxGetCurrent",
         "cuDeviceGetName 0",
         "192 13000 Stub GPU (ParamInfo(offset=0, size=8), ParamInfo(offset=8, size=4), ParamInfo(offset=16, size=8))",
@@ -190,9 +196,13 @@ def test_errors_are_typed_and_carry_the_drivers_words(stub: Run) -> None:
         failure(driver.stream_synchronize, 1)
         failure(driver.memset_d8_async, 1, 2, 3, 4)
         failure(driver.graph_launch, 1, 2)
+        failure(driver.ready_graph_launch(1, 2))
+        failure(driver.ready_launch_kernel(1, (1, 2, 3), (4, 5, 6), 7, 8, 9))
+        failure(driver.tensor_map_replace_address, 0x7f0000000040, 24)
         print(driver.stream_query(1))
         """,
-        status="cuMemAlloc=2 cuStreamSynchronize=700 cuMemsetD8Async=1 cuGraphLaunch=719 cuStreamQuery=600",
+        status="cuMemAlloc=2 cuStreamSynchronize=700 cuMemsetD8Async=1 cuGraphLaunch=719 cuStreamQuery=600 "
+        "cuLaunchKernel=1 cuTensorMapReplaceAddress=1",
     )
     errors = [line for line in lines if not line.startswith("cu")]
     assert errors == [
@@ -201,6 +211,11 @@ def test_errors_are_typed_and_carry_the_drivers_words(stub: Run) -> None:
         "DeviceFaultError 700 cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS (700): the driver's own words",
         "DriverError 1 cuMemsetD8Async failed: CUDA_ERROR_INVALID_VALUE (1): the driver's own words",
         "DeviceFaultError 719 cuGraphLaunch failed: CUDA_ERROR_LAUNCH_FAILED (719): the driver's own words",
+        "DeviceFaultError 719 cuGraphLaunch failed: CUDA_ERROR_LAUNCH_FAILED (719): the driver's own words",
+        "DriverError 1 cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (1): the driver's own words "
+        "(grid (1, 2, 3), block (4, 5, 6), 7 shared bytes)",
+        "DriverError 1 cuTensorMapReplaceAddress failed: CUDA_ERROR_INVALID_VALUE (1): the driver's own words "
+        "(address 0x18)",
         "False",
     ]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +18,21 @@ from nxrt_cuda.driver.status import STATUSES, error_class, is_fault
 from nxrt_cuda.errors import DeviceFaultError, DriverError, NoDeviceError, OutOfMemoryError
 from tests.driver.host_rig import AXPY, Rig, image, in_thread, packed, refused
 
-CALLS = sorted(name for name, value in vars(Driver).items() if callable(value) and not name.startswith("_"))
+METHODS = sorted(name for name, value in vars(Driver).items() if callable(value) and not name.startswith("_"))
+CALLS = [name for name in METHODS if not name.startswith("ready_")]
+"""What reaches the driver; a ``ready_`` method only makes such a call ready."""
+
+
+_placed: list[ctypes.Array[ctypes.c_char]] = []
+
+
+def placed_map(driver: HostDriver) -> int:
+    """The host address, a multiple of 64, of a tensor map that stays where it is."""
+    encoded = driver.tensor_map_encode_tiled("FLOAT32", 0x1000, (8, 8), (32,), (8, 8))
+    _placed.append(ctypes.create_string_buffer(len(encoded) + 64))
+    place = -(-ctypes.addressof(_placed[-1]) // 64) * 64
+    ctypes.memmove(place, encoded, len(encoded))
+    return place
 
 
 def everything(rig: Rig) -> dict[str, Callable[[], object]]:
@@ -46,6 +62,7 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
     as_launched = (function, (1, 1, 1), (32, 1, 1), 0, params)
     as_copied, as_filled = (other, ptr, 64, rig.context), (ptr, 1, 64, rig.context)
     graph_exec = driver.graph_instantiate(graph)
+    tensor_map = placed_map(driver)
     driver.stream_begin_capture(recording, CaptureMode.RELAXED)
     return {
         "driver_version": driver.driver_version,
@@ -80,6 +97,7 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
         "memset_d8_async": lambda: driver.memset_d8_async(ptr, 0, 64, stream),
         "pointer_info": lambda: driver.pointer_info(ptr),
         "tensor_map_encode_tiled": lambda: driver.tensor_map_encode_tiled("FLOAT32", 0x1000, (8, 8), (32,), (8, 8)),
+        "tensor_map_replace_address": lambda: driver.tensor_map_replace_address(tensor_map, 0x2000),
         "module_load": lambda: driver.module_load(AXPY.encode()),
         "module_unload": lambda: driver.module_unload(module),
         "module_get_function": lambda: driver.module_get_function(module, "axpy"),
@@ -119,7 +137,7 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
 def test_the_driver_has_every_call_of_the_protocol_with_its_parameters() -> None:
     """The same names in the same order, so that the two drivers can stand in for each other."""
     assert len(CALLS) >= 45
-    for name in CALLS:
+    for name in METHODS:
         expected = [*inspect.signature(getattr(Driver, name)).parameters]
         assert [*inspect.signature(getattr(HostDriver, name)).parameters] == expected, name
 
@@ -137,6 +155,34 @@ def test_every_call_works_is_counted_and_can_be_made_to_fail(rig: Rig, name: str
     assert rig.driver.calls[name] == counted + 1
     call()
     assert rig.driver.calls[name] == counted + 2
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - set(CALLS)))
+def test_a_call_made_ready_is_the_call_itself(rig: Rig, name: str) -> None:
+    """Making it ready is no driver call; every use of it is one, counted and failed as such."""
+    driver, call = rig.driver, name.removeprefix("ready_")
+    function = driver.module_get_function(driver.module_load(AXPY.encode()), "axpy")
+    arguments, params = packed(AXPY, driver.mem_alloc(64), driver.mem_alloc(64), 1, 0.0)
+    driver.stream_begin_capture(rig.stream, CaptureMode.THREAD_LOCAL)
+    graph_exec = driver.graph_instantiate(driver.stream_end_capture(rig.stream))
+    before = driver.calls_total
+    ready = {
+        "ready_launch_kernel": lambda: driver.ready_launch_kernel(
+            function, (1, 1, 1), (32, 1, 1), 0, rig.stream, params
+        ),
+        "ready_graph_launch": lambda: driver.ready_graph_launch(graph_exec, rig.stream),
+        "ready_tensor_map_replace_address": lambda: partial(
+            driver.ready_tensor_map_replace_address(placed_map(HostDriver())), 0x3000
+        ),
+    }[name]()
+    assert arguments
+    assert driver.calls_total == before
+    with driver.fail_call(call=call, error="CUDA_ERROR_NOT_PERMITTED"), refused("CUDA_ERROR_NOT_PERMITTED", "injected"):
+        ready()
+    ready()
+    ready()
+    assert driver.calls_total == before + 3
+    assert driver.calls[call] == 3
 
 
 def test_a_failure_can_be_set_for_the_nth_call_of_any_kind(rig: Rig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 from nxrt_cuda.driver.host_tensor_map import HostTensorMap
@@ -45,6 +47,21 @@ def test_bad_maps_are_refused(rig: Rig, changes: dict[str, object], message: str
     with pytest.raises(DriverError, match=message) as refusal:
         rig.driver.tensor_map_encode_tiled(**{**GOOD, **changes})
     assert refusal.value.name == "CUDA_ERROR_INVALID_VALUE"
+
+
+def test_another_address_is_all_that_changes(rig: Rig) -> None:
+    """In place; what the driver refuses leaves the map as it was."""
+    buffer = ctypes.create_string_buffer(192)
+    place = -(-ctypes.addressof(buffer) // 64) * 64
+    ctypes.memmove(place, rig.driver.tensor_map_encode_tiled(**GOOD), 128)
+    rig.driver.tensor_map_replace_address(place, 0x9000)
+    moved = ctypes.string_at(place, 128)
+    assert moved == rig.driver.tensor_map_encode_tiled(**{**GOOD, "address": 0x9000})
+    with pytest.raises(DriverError, match="address 0x9008 is null or not a multiple of 16"):
+        rig.driver.tensor_map_replace_address(place, 0x9008)
+    with pytest.raises(DriverError, match="is not a multiple of 64"):
+        rig.driver.tensor_map_replace_address(place + 16, 0x9000)
+    assert ctypes.string_at(place, 128) == moved
 
 
 @pytest.mark.parametrize("data", [b"", bytes(128), b"nxrt map"])

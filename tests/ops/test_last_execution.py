@@ -1,8 +1,9 @@
-"""Executions with the operands of the one before take a short cut; nothing else may."""
+"""Executions with the operands of the one before take a short way; nothing else may."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,12 +19,45 @@ def attention_operands(rt: nx.CudaRuntime) -> tuple[list[np.ndarray], list[nx.Te
     return arrays, [rt.from_array(array) for array in arrays], rt.empty((1, 2, 3, 8), nx.float32)
 
 
+def execute_twice(kernel: nx.Kernel, inputs: Sequence[nx.TensorView | None], outputs: Sequence[nx.TensorMut]) -> None:
+    """From now on, the same operands take the short way: once an output has come again, all operands are noted."""
+    kernel.execute(inputs, outputs)
+    kernel.execute(inputs, outputs)
+
+
+@pytest.mark.parametrize("op", ["Attention", "DsaIndexSelect"])
+def test_the_third_execution_checks_and_binds_nothing(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """And neither does any later one; it launches, counts and computes as the others did."""
+    if op == "Attention":
+        _, inputs, out = attention_operands(rt)
+        kernel, launches = nx.create_kernel(rt, nx.Node("Attention")), 1
+    else:
+        case = dsa_cases.random_case(1, np.dtype(np.float32), q_seq=3, heads=2, head_dim=8, key_seq=20, top_k=5)
+        operands = dsa_cases.DsaOperands(rt, case)
+        kernel, inputs, out, launches = nx.create_kernel(rt, case.node), operands.inputs, operands.output, 2
+    execute_twice(kernel, inputs, [out])
+    expected = out.numpy()
+    rt.fill_zero(out)
+    monkeypatch.setattr(kernel, "_bind", None)
+    before = rt.stats()
+    for _ in range(3):
+        kernel.execute(tuple(inputs), (out,))
+    assert rt.stats().since(before).launches == 3 * launches
+    assert kernel.launch_stats().executions == 5
+    np.testing.assert_array_equal(out.numpy(), expected)
+    for others in ([*inputs[:-1], inputs[-1].reshape(inputs[-1].shape)], inputs[:-1]):
+        with pytest.raises(TypeError, match="not callable"):
+            kernel.execute(others, [out])
+
+
 def test_a_mask_that_was_dropped_is_not_taken_for_an_absent_one(rt: nx.CudaRuntime) -> None:
     """Its memory is back in the pool; the next call without a mask is unmasked."""
     arrays, tensors, out = attention_operands(rt)
     kernel = nx.create_kernel(rt, nx.Node("Attention"))
     mask = rt.from_array(np.array([[0, -np.inf, 0]] * 3, np.float32))
-    kernel.execute([*tensors, mask], [out])
+    execute_twice(kernel, [*tensors, mask], [out])
     masked = out.numpy()
     del mask
     gc.collect()
@@ -37,7 +71,7 @@ def test_inputs_and_outputs_are_not_taken_for_one_list(rt: nx.CudaRuntime) -> No
     """The same objects, split elsewhere, are refused as at the first call."""
     _, tensors, out = attention_operands(rt)
     kernel = nx.create_kernel(rt, nx.Node("Attention"))
-    kernel.execute(tensors, [out])
+    execute_twice(kernel, tensors, [out])
     with pytest.raises(nx.KernelError, match="expected 1 output, got 0"):
         kernel.execute([*tensors, out], [])
 
@@ -45,7 +79,7 @@ def test_inputs_and_outputs_are_not_taken_for_one_list(rt: nx.CudaRuntime) -> No
     shapes = ((1, 2, 1, 4), (1, 5, 4), (1, 2, 1), (1, 1, 2, 5))
     operands = [rt.zeros(shape, nx.float32) for shape in shapes]
     select = nx.create_kernel(rt, nx.Node("DsaIndexSelect", "pkg.nxrt", {"top_k": 3, "scale": 1.0}))
-    select.execute(operands, [selected])
+    execute_twice(select, operands, [selected])
     with pytest.raises(nx.KernelError, match="expected 4 inputs, got 5"):
         select.execute([*operands, selected], [])
 
@@ -53,18 +87,18 @@ def test_inputs_and_outputs_are_not_taken_for_one_list(rt: nx.CudaRuntime) -> No
 def test_memory_freed_since_is_noticed(rt: nx.CudaRuntime) -> None:
     _, tensors, out = attention_operands(rt)
     kernel = nx.create_kernel(rt, nx.Node("Attention"))
-    kernel.execute(tensors, [out])
+    execute_twice(kernel, tensors, [out])
     tensors[1].free()
     with pytest.raises(nx.KernelError, match=r"input 1 \('key'\) was freed"):
         kernel.execute(tensors, [out])
-    assert kernel.launch_stats().executions == 1
+    assert kernel.launch_stats().executions == 2
 
 
 def test_operands_are_not_kept_alive(rt: nx.CudaRuntime) -> None:
     """Dropping them gives their memory back."""
     _, tensors, out = attention_operands(rt)
     kernel = nx.create_kernel(rt, nx.Node("Attention"))
-    kernel.execute(tensors, [out])
+    execute_twice(kernel, tensors, [out])
     rt.synchronize()
     before = rt.stats().pool_retained_bytes
     del tensors, out
@@ -79,7 +113,7 @@ def test_attention_after_a_failed_launch_of_other_operands_uses_its_own(rt: nx.C
     case = attention_cases.random_case(1, dtype, heads=2, seq_q=3, seq_k=5, head_dim=16)
     ours, others = (attention_cases.AttentionOperands(rt, case) for _ in range(2))
     kernel = nx.create_kernel(rt, case.node)
-    kernel.execute(ours.inputs, [ours.output])
+    execute_twice(kernel, ours.inputs, [ours.output])
     untouched = others.result()
     ours.clear()
     with rt._driver.fail_call(call="launch_kernel"), pytest.raises(nx.DriverError):
@@ -98,7 +132,7 @@ def test_selection_after_a_failed_launch_of_other_operands_uses_its_own(
     case = dsa_cases.random_case(1, dtype, q_seq=3, heads=2, head_dim=8, key_seq=20, top_k=5)
     ours, others = (dsa_cases.DsaOperands(rt, case) for _ in range(2))
     kernel = nx.create_kernel(rt, case.node)
-    kernel.execute(ours.inputs, [ours.output])
+    execute_twice(kernel, ours.inputs, [ours.output])
     untouched = others.selected()
     ours.clear()
     with rt._driver.fail_call(failing, call="launch_kernel"), pytest.raises(nx.DriverError):
