@@ -390,7 +390,7 @@ class PreparedLaunch:
         return self._block.tobytes(), {position: placed.address for position, placed in self.tensor_maps.items()}
 
     def restore(self, packed: tuple[bytes, dict[int, int]]) -> None:
-        """Undo what pointers, numbers and moves were made since ``packed`` was read."""
+        """Undo what was set and moved since ``packed`` was read."""
         self._block[:], addresses = packed
         for position, address in addresses.items():
             self.tensor_maps[position].address = address
