@@ -87,7 +87,8 @@ class Bench:
     def warm(self, node: nx.Node, nbytes: int, draw: Callable[[], Operands]) -> Warmed:
         """A kernel for ``node`` that has run on each of several sets of operands, of ``nbytes`` each."""
         sets = [draw() for _ in range(self.operand_sets(nbytes))]
-        warmed = Warmed(nx.create_kernel(self.runtime, node, [tensor.shape for tensor in sets[0].inputs]), sets)
+        shapes = [None if tensor is None else tensor.shape for tensor in sets[0].inputs]
+        warmed = Warmed(nx.create_kernel(self.runtime, node, shapes), sets)
         for i in range(len(sets)):
             warmed.call(i)
         return warmed
@@ -127,16 +128,17 @@ class Bench:
 
 @dataclass(frozen=True)
 class Operands:
-    """One set of operands: the inputs' values, and the tensors."""
+    """One set of operands: the inputs' values, which are arrays, and the tensors. None is an input left off."""
 
-    arrays: tuple[NDArray[Any], ...]
-    inputs: tuple[nx.TensorMut, ...]
+    arrays: tuple[Any, ...]
+    inputs: tuple[nx.TensorMut | None, ...]
     output: nx.TensorMut
 
     @classmethod
-    def upload(cls, runtime: nx.CudaRuntime, arrays: Sequence[NDArray[Any]], poison: NDArray[Any]) -> Operands:
+    def upload(cls, runtime: nx.CudaRuntime, arrays: Sequence[NDArray[Any] | None], poison: NDArray[Any]) -> Operands:
         """Tensors of ``arrays``, and an output that holds ``poison`` until it is written."""
-        return cls(tuple(arrays), tuple(map(runtime.from_array, arrays)), runtime.from_array(poison))
+        inputs = tuple(None if array is None else runtime.from_array(array) for array in arrays)
+        return cls(tuple(arrays), inputs, runtime.from_array(poison))
 
 
 @dataclass(frozen=True)

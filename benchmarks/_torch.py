@@ -30,9 +30,9 @@ class TorchPeer:
 
         return cls(torch, runtime) if torch.cuda.is_available() else None
 
-    def view(self, tensor: nx.TensorView) -> Any:
-        """A ``torch.Tensor`` on the memory of ``tensor``."""
-        return self.torch.from_dlpack(tensor)
+    def view(self, tensor: nx.TensorView | None) -> Any:
+        """A ``torch.Tensor`` on the memory of ``tensor``; None for an input that is left off."""
+        return None if tensor is None else self.torch.from_dlpack(tensor)
 
     def record(self, call: Callable[[int], Any], arguments: Iterable[int]) -> Callable[[], None]:
         """Record ``call(argument)`` for every argument into one CUDA graph; returns its replay."""

@@ -2,14 +2,15 @@
 
     python -m benchmarks.attention --out benchmarks/results/h200-attention.json
 
-A prefill of Sq queries and Sk keys counts as 4 B H Sq Sk D operations, half of them if causal; a decode step
-is bound by memory, and counts the bytes of its operands, each read or written once.
+A prefill of Sq queries and Sk keys counts as 4 B H Sq Sk D operations, half of them if causal, and no more
+than 4 D for each key that a row sees where a window or lengths hide some; a decode step is bound by memory, and
+counts the bytes of its operands, each read or written once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -43,11 +44,15 @@ _PEERS = {
 }
 _F32_PEERS = ("torch efficient",)
 _HALF_PEERS = ("torch flash", "torch cuDNN")
+_MASK_PEERS = ("torch cuDNN", "torch efficient")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: shapes, dtype, and whether causal."""
+    """One row of the table: shapes, dtype, and what restricts or changes scores.
+
+    ``is_ragged``: of B batch elements, element b has (b + 1) / B of the keys in use; not for causal rows.
+    """
 
     dtype: str
     batch: int
@@ -57,13 +62,23 @@ class Case:
     seq_k: int
     head_dim: int
     causal: bool
+    window: int = 0
+    softcap: float = 0.0
+    has_mask: bool = False
+    is_ragged: bool = False
 
     @property
     def label(self) -> str:
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
         seq = f"S{self.seq_k}" if self.seq_q == self.seq_k else f"Sq{self.seq_q} Sk{self.seq_k}"
         kind = "decode" if self.is_decode else "causal" if self.causal else "full"
-        return f"{self.dtype} B{self.batch} {heads} {seq} D{self.head_dim} {kind}"
+        features = (
+            f" window {self.window}" if self.window else "",
+            f" softcap {self.softcap:g}" if self.softcap else "",
+            " mask" if self.has_mask else "",
+            " ragged" if self.is_ragged else "",
+        )
+        return f"{self.dtype} B{self.batch} {heads} {seq} D{self.head_dim} {kind}" + "".join(features)
 
     @property
     def is_decode(self) -> bool:
@@ -81,17 +96,33 @@ class Case:
 
     @property
     def node(self) -> nx.Node:
-        return nx.Node("Attention", attributes={"is_causal": int(self.causal)})
+        attributes = {"is_causal": int(self.causal), "local_window_size": self.window, "softcap": self.softcap}
+        return nx.Node("Attention", attributes=attributes)
+
+    @property
+    def total_lengths(self) -> NDArray[np.int32]:
+        """Keys in use, of each batch element."""
+        steps = np.arange(1, self.batch + 1) if self.is_ragged else np.full(self.batch, self.batch)
+        return (self.seq_k * steps // self.batch).astype(np.int32)
 
     @property
     def flops(self) -> int:
-        whole = 4 * self.batch * self.heads * self.seq_q * self.seq_k * self.head_dim
-        return whole // 2 if self.causal else whole
+        seen = sum(self._pairs(int(keys)) for keys in self.total_lengths)
+        return 4 * self.heads * self.head_dim * seen
+
+    def _pairs(self, keys: int) -> int:
+        """Pairs of a query row and one of ``keys`` keys that it sees, a triangle counted as half a rectangle."""
+        if not self.window:
+            return self.seq_q * keys // (2 if self.causal else 1)
+        limit = np.arange(keys - self.seq_q, keys) + 1
+        end = np.clip(limit, 0, keys) if self.causal else keys
+        return int(np.sum(end - np.clip(limit - self.window, 0, keys)))
 
     @property
     def nbytes(self) -> int:
         query, key, value = (prod(shape) for shape in self.shapes)
-        return (2 * query + key + value) * self.element.itemsize
+        mask = self.seq_q * self.seq_k if self.has_mask else 0
+        return (2 * query + key + value + mask) * self.element.itemsize
 
     def rate(self, ms: float) -> tuple[float, str]:
         """What ``ms`` milliseconds amount to, and its unit."""
@@ -103,6 +134,12 @@ def _prefill(dtype: str, batch: int, heads: int, kv_heads: int, seq: int, head_d
         yield Case(dtype, batch, heads, kv_heads, seq, seq, head_dim, causal)
 
 
+_FEATURES: dict[bool, tuple[dict[str, Any], ...]] = {
+    True: ({"window": 1024}, {"softcap": 30.0}, {"has_mask": True}),
+    False: ({"softcap": 30.0}, {"has_mask": True}, {"is_ragged": True}),
+}
+"""Of causal prefills, and of full ones."""
+
 CASES = (
     # 16384 tokens in shorter and longer rows: the shapes that FlashAttention-3 and cuDNN are compared on.
     *(c for batch in (32, 16, 8, 4, 2, 1) for c in _prefill("bf16", batch, 16, 16, 16384 // batch, 128)),
@@ -110,6 +147,13 @@ CASES = (
     # Groups of query heads, and few tiles.
     *(c for seq in (2048, 8192) for c in _prefill("bf16", 1, 32, 8, seq, 128)),
     *(c for batch in (8, 1) for c in _prefill("f16", batch, 16, 16, 16384 // batch, 128)),
+    # What restricts or changes scores, beside the plain rows of the same shapes above.
+    *(
+        replace(plain, **features)
+        for heads, head_dim, batch in ((16, 128, 4), (32, 64, 2))
+        for plain in _prefill("bf16", batch, heads, heads, 16384 // batch, head_dim)
+        for features in _FEATURES[plain.causal]
+    ),
     # The kernels for every device.
     *_prefill("f32", 1, 16, 16, 4096, 128),
     *_prefill("bf16", 1, 16, 16, 4096, 100),
@@ -121,12 +165,16 @@ _QUICK_CASES = (
     Case("bf16", 1, 4, 2, 20, 20, 8, causal=False),
     Case("f16", 2, 2, 2, 20, 20, 16, causal=True),
     Case("f16", 1, 2, 1, 1, 33, 16, causal=False),
+    Case("f16", 2, 2, 2, 20, 20, 16, causal=True, window=5, softcap=3.0, has_mask=True),
+    Case("f16", 2, 2, 2, 20, 20, 16, causal=False, is_ragged=True),
 )
 
 
 def _draw(case: Case, runtime: nx.CudaRuntime, rng: np.random.Generator) -> Operands:
     """Random inputs, and an output of NaN, which nothing but an attention result can replace."""
-    arrays = [normal(rng, shape, case.element) for shape in case.shapes]
+    arrays: list[NDArray[Any] | None] = [normal(rng, shape, case.element) for shape in case.shapes]
+    mask = normal(rng, (case.seq_q, case.seq_k), case.element) if case.has_mask else None
+    arrays += [mask, case.total_lengths if case.is_ragged else None]
     return Operands.upload(runtime, arrays, np.full(case.shapes[0], np.nan, case.element.numpy))
 
 
@@ -140,17 +188,23 @@ class _Spot:
     expected: NDArray[np.float64]
 
     @classmethod
-    def compute(cls, case: Case, arrays: Sequence[NDArray[Any]], batch: int, head: int, first: int) -> _Spot:
-        query, key, value = arrays
+    def compute(cls, case: Case, arrays: Sequence[Any], batch: int, head: int, first: int) -> _Spot:
+        query, key, value, *optional = arrays
+        mask = optional[0] if optional else None
         rows = slice(first, min(first + _CHECKED_ROWS, case.seq_q))
         kv_head = head // (case.heads // case.kv_heads)
+        keys = case.total_lengths[batch]
         expected = attention(
             query[batch, head, rows][None, None],
             key[batch, kv_head][None, None],
             value[batch, kv_head][None, None],
-            past_lengths=np.array([case.seq_k - case.seq_q + first]),
+            mask=None if mask is None else mask[rows],
+            total_lengths=keys[None],
+            past_lengths=keys[None] - case.seq_q + first,
             scale=case.head_dim**-0.5,
             causal=case.causal,
+            softcap=case.softcap,
+            local_window=case.window,
         )
         return cls(batch, head, rows, expected[0, 0])
 
@@ -214,13 +268,14 @@ def _greatest_error(output: Any, spots: Sequence[_Spot], to_numpy: Callable[[Any
 def _torch_peers(
     peer: TorchPeer | None, case: Case, sets: Sequence[Operands], spots: Sequence[_Spot]
 ) -> dict[str, Peer]:
-    """PyTorch's backends."""
-    if peer is None:
+    """PyTorch's backends that have what the case asks for."""
+    if peer is None or case.window or case.softcap or case.is_ragged or (case.causal and case.has_mask):
         return {}
-    tensors = [tuple(map(peer.view, operands.inputs)) for operands in sets]
+    names = _F32_PEERS if case.dtype == "f32" else _MASK_PEERS if case.has_mask else _HALF_PEERS
+    tensors = [tuple(map(peer.view, operands.inputs[:4])) for operands in sets]
     return {
         name: Peer(partial(_sdpa, peer.torch, _PEERS[name], case, tensors), partial(_judge, spots=spots))
-        for name in (_F32_PEERS if case.dtype == "f32" else _HALF_PEERS)
+        for name in names
     }
 
 

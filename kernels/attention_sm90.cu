@@ -26,14 +26,17 @@
 // 2^3: 2^15 is the greatest power of two, and weights down to 2^-36 of the largest survive.
 //
 // 0 * NaN is NaN on a tensor core too. In blocks that some row may not see whole, values that are not
-// finite are taken out of shared memory and added afterwards, to the rows that may see them.
+// finite are taken out of shared memory and added afterwards, to the rows that may see them. A tile's first
+// block is not held up by that: its product starts the sums, and can be made again.
 #include "common/attention.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
 constexpr int kConsumers = CONSUMERS;  // warpgroups that compute
 constexpr int kBlockKeys = BLOCK_KEYS;
-constexpr int kStages = STAGES;  // blocks of keys, and of values, in shared memory
+constexpr int kQueryStages = QUERY_STAGES;  // tiles of queries in shared memory
+constexpr int kKeyStages = KEY_STAGES;      // blocks of keys there
+constexpr int kValueStages = VALUE_STAGES;  // and of values
 constexpr int kMaskWidth = MASK_WIDTH;  // mask elements that one access may read
 constexpr int kWarpgroup = 128;
 constexpr int kRows = 64;  // query rows of a consumer
@@ -72,6 +75,17 @@ struct ElementTraits<__half> {
         const __half2 pair = __floats2half2_rn(low, high);
         return reinterpret_cast<const unsigned int&>(pair);
     }
+    static __device__ __forceinline__ unsigned int add_zero_times(unsigned int sum, unsigned int word) {
+        constexpr unsigned int kZero = 0;
+        const __half2 pair =
+            __hfma2(reinterpret_cast<const __half2&>(word), reinterpret_cast<const __half2&>(kZero),
+                    reinterpret_cast<const __half2&>(sum));
+        return reinterpret_cast<const unsigned int&>(pair);
+    }
+    static __device__ __forceinline__ unsigned int max(unsigned int a, unsigned int b) {
+        const __half2 pair = __hmax2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+        return reinterpret_cast<const unsigned int&>(pair);
+    }
 };
 template <>
 struct ElementTraits<__nv_bfloat16> {
@@ -87,6 +101,18 @@ struct ElementTraits<__nv_bfloat16> {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
         return reinterpret_cast<const unsigned int&>(pair);
     }
+    static __device__ __forceinline__ unsigned int add_zero_times(unsigned int sum, unsigned int word) {
+        constexpr unsigned int kZero = 0;
+        const __nv_bfloat162 pair =
+            __hfma2(reinterpret_cast<const __nv_bfloat162&>(word), reinterpret_cast<const __nv_bfloat162&>(kZero),
+                    reinterpret_cast<const __nv_bfloat162&>(sum));
+        return reinterpret_cast<const unsigned int&>(pair);
+    }
+    static __device__ __forceinline__ unsigned int max(unsigned int a, unsigned int b) {
+        const __nv_bfloat162 pair =
+            __hmax2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+        return reinterpret_cast<const unsigned int&>(pair);
+    }
 };
 using Traits = ElementTraits<Element>;
 
@@ -97,29 +123,31 @@ struct Tile {
     int first;  // query row
     int last_block;
     int blocks;
-    int full_begin;  // blocks in [full_begin, full_end) are seen whole by every row
+    int full_begin;  // blocks in [full_begin, full_end) lie within every row's range
     int full_end;
     Lengths lengths;
 
-    // Whether some row may not see all of a block; with a mask, that may be any.
-    __device__ __forceinline__ bool is_partial(int block) const {
-        return kHasMask || block >= full_end || (kHasWindow && block < full_begin);
+    // Whether some row may not see all of a block for its range.
+    __device__ __forceinline__ bool is_cut(int block) const {
+        return block >= full_end || (kHasWindow && block < full_begin);
     }
+    // The same for any reason; a mask may be one in every block.
+    __device__ __forceinline__ bool is_partial(int block) const { return kHasMask || is_cut(block); }
 };
 
 struct Smem {
-    Element q[2][kConsumers][kSlabs][kRows][kSlabColumns];  // and a consumer's output, once it is done with q
-    Element k[kStages][kSlabs][kBlockKeys][kSlabColumns];
-    Element v[kStages][kSlabs][kBlockKeys][kSlabColumns];
-    Tile tiles[2];  // with the q buffer of the same index
-    unsigned int spoilt[kStages][kCheckers];  // what a checker found in a block of values
-    Barrier q_full[2][kConsumers];
-    Barrier q_empty[2];
-    Barrier k_full[kStages];
-    Barrier k_empty[kStages];
-    Barrier v_full[kStages];
-    Barrier v_empty[kStages];
-    Barrier checked[kStages];
+    Element q[kQueryStages][kConsumers][kSlabs][kRows][kSlabColumns];  // and outputs, once consumers are done with q
+    Element k[kKeyStages][kSlabs][kBlockKeys][kSlabColumns];
+    Element v[kValueStages][kSlabs][kBlockKeys][kSlabColumns];
+    Tile tiles[kQueryStages];  // with the q buffer of the same index
+    unsigned int found[kValueStages][kCheckers];  // by the checkers in a block of values
+    Barrier q_full[kQueryStages][kConsumers];
+    Barrier q_empty[kQueryStages];
+    Barrier k_full[kKeyStages];
+    Barrier k_empty[kKeyStages];
+    Barrier v_full[kValueStages];
+    Barrier v_empty[kValueStages];
+    Barrier checked[kValueStages];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "host and kernel agree on the shared memory");
 
@@ -153,13 +181,15 @@ struct Params {
 // ---- producer --------------------------------------------------------------------------------------------
 
 // Tile `index` of the launch. Planes go in sections whose keys and values fit in the level-2 cache together;
-// within a section the heaviest tiles come first.
+// within a section the heaviest tiles come first. What is left over goes with the last section: a small one of
+// its own would end the launch with heavy tiles.
 __device__ __forceinline__ void make_tile(Tile& tile, const Params& params, unsigned int index) {
     const unsigned int row_tiles = (params.sq + kTileRows - 1) / kTileRows;
     const unsigned int planes = params.tiles / row_tiles;
-    const unsigned int section = index / (row_tiles * params.planes_per_section);
+    const unsigned int last_section = planes / params.planes_per_section - 1;
+    const unsigned int section = min(index / (row_tiles * params.planes_per_section), last_section);
     const unsigned int first_plane = section * params.planes_per_section;
-    const unsigned int section_planes = min(params.planes_per_section, planes - first_plane);
+    const unsigned int section_planes = section < last_section ? params.planes_per_section : planes - first_plane;
     const unsigned int in_section = index - first_plane * row_tiles;
     const unsigned int row_tile = in_section / section_planes;
     const unsigned int plane = first_plane + in_section % section_planes;
@@ -184,9 +214,9 @@ __device__ __forceinline__ void make_tile(Tile& tile, const Params& params, unsi
 // follow one block behind the keys, across the end of a tile too.
 __device__ __forceinline__ void produce(Smem& smem, const Params& params, const TensorMap& q_map,
                                         const TensorMap& key_map, const TensorMap& value_map) {
-    RingPlace<2> q_place;
-    RingPlace<kStages> k_place;
-    RingPlace<kStages> v_place;
+    RingPlace<kQueryStages> q_place;
+    RingPlace<kKeyStages> k_place;
+    RingPlace<kValueStages> v_place;
 
     int value_plane = 0;
     int value_block = -1;
@@ -254,25 +284,29 @@ __device__ __forceinline__ unsigned int spoilt_signs(unsigned int word) {
     return ((word & kExponent) + kCarry) & 0x80008000u;  // an exponent of ones carries into the sign
 }
 
-// Replace values that are not finite by zeros in a block of values, and say whether there was one at a key
-// before `end_key`.
-__device__ __forceinline__ bool scrub(Element (&values)[kSlabs][kBlockKeys][kSlabColumns], int thread, int end_key) {
+// What a checker found in a block of values.
+constexpr unsigned int kRemoved = 1;    // something that is not finite
+constexpr unsigned int kMayBeSeen = 2;  // and at a key that some row may see
+
+// Replace values that are not finite by zeros in a block of values, of which no row sees keys from `end_key` on.
+__device__ __forceinline__ unsigned int scrub(
+    Element (&values)[kSlabs][kBlockKeys][kSlabColumns], int thread, int end_key) {
     constexpr int kRowChunks = kSlabColumns * sizeof(Element) / sizeof(uint4);
     constexpr int kChunks = kSlabs * kBlockKeys * kRowChunks;
     constexpr int kBatch = 4;
     uint4* const chunks = reinterpret_cast<uint4*>(&values[0][0][0]);
-    bool found = false;
+    unsigned int found = 0;
     for (int first = thread; first < kChunks; first += kBatch * 32 * kCheckers) {
         uint4 batch[kBatch];
-        unsigned int spoilt = 0;
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) batch[j] = chunks[min(first + j * 32 * kCheckers, kChunks - 1)];
+        unsigned int zeros[2] = {};  // plus zero times every word: of what is not finite that is NaN
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
-            spoilt |= spoilt_signs(batch[j].x) | spoilt_signs(batch[j].y) | spoilt_signs(batch[j].z) |
-                      spoilt_signs(batch[j].w);
+            zeros[0] = Traits::add_zero_times(Traits::add_zero_times(zeros[0], batch[j].x), batch[j].y);
+            zeros[1] = Traits::add_zero_times(Traits::add_zero_times(zeros[1], batch[j].z), batch[j].w);
         }
-        if (spoilt == 0) continue;
+        if ((zeros[0] | zeros[1]) == 0) continue;
 #pragma unroll 1
         for (int i = first; i < min(first + kBatch * 32 * kCheckers, kChunks); i += 32 * kCheckers) {
             unsigned int* const words = reinterpret_cast<unsigned int*>(&chunks[i]);
@@ -281,7 +315,7 @@ __device__ __forceinline__ bool scrub(Element (&values)[kSlabs][kBlockKeys][kSla
                 const unsigned int signs = spoilt_signs(words[w]);
                 if (signs == 0) continue;
                 words[w] &= ~(signs | (signs - (signs >> 15)));
-                found |= i / kRowChunks % kBlockKeys < end_key;
+                found |= i / kRowChunks % kBlockKeys < end_key ? kRemoved | kMayBeSeen : kRemoved;
             }
         }
     }
@@ -289,33 +323,39 @@ __device__ __forceinline__ bool scrub(Element (&values)[kSlabs][kBlockKeys][kSla
 }
 
 // Three warps of the producer's warpgroup: before consumers read a block of values that some row may not see
-// whole, take out of it what is not finite.
+// whole, take out of it what is not finite. They follow the values block by block, and release each as the
+// consumers do: a parity says only whether the phase is this one or the one before.
 __device__ __forceinline__ void check(Smem& smem, const Params& params) {
     const int thread = threadIdx.x - 32;
-    RingPlace<2> q_place;
-    RingPlace<kStages> v_place;
-    RingPlace<kStages> check_place;
+    const bool is_elected = threadIdx.x % 32 == 0;
+    RingPlace<kQueryStages> q_place;
+    RingPlace<kValueStages> v_place;
+    RingPlace<kValueStages> check_place;
     while (true) {
         mbarrier_wait(smem.q_full[q_place.stage][0], q_place.parity);
         const Tile tile = smem.tiles[q_place.stage];
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem.q_empty[q_place.stage]);
+        if (is_elected) mbarrier_arrive(smem.q_empty[q_place.stage]);
         q_place.advance();
         if (tile.plane < 0) return;
         const int last_row = min(tile.first + kTileRows, params.sq) - 1;
         const int end_key = tile.lengths.range(last_row, params.local_window).end;
         for (int i = 0; i < tile.blocks; ++i, v_place.advance()) {
             const int block = tile.last_block - i;
-            if (!tile.is_partial(block)) continue;
             mbarrier_wait(smem.v_full[v_place.stage], v_place.parity);
-            const bool found = scrub(smem.v[v_place.stage], thread, end_key - block * kBlockKeys);
-            fence_proxy_async();
-            const bool any = __any_sync(kFullWarp, found);
-            if (threadIdx.x % 32 == 0) {
-                smem.spoilt[check_place.stage][thread / 32] = any;
-                mbarrier_arrive(smem.checked[check_place.stage]);
+            __syncwarp();
+            if (tile.is_partial(block)) {
+                const unsigned int found = scrub(smem.v[v_place.stage], thread, end_key - block * kBlockKeys);
+                const unsigned int found_by_warp = __reduce_or_sync(kFullWarp, found);
+                if (found_by_warp != 0) fence_proxy_async();
+                __syncwarp();
+                if (is_elected) {
+                    smem.found[check_place.stage][thread / 32] = found_by_warp;
+                    mbarrier_arrive(smem.checked[check_place.stage]);
+                }
+                check_place.advance();
             }
-            check_place.advance();
+            if (is_elected) mbarrier_arrive(smem.v_empty[v_place.stage]);
         }
     }
 }
@@ -370,39 +410,60 @@ struct RowState {
 // What turns a dot product into a score. Without softcap and mask dot products serve as scores, and their
 // scale is left to the exponent.
 struct ScoreScale {
-    float tanh;  // 2 * log2(e) * scale / softcap: dot products to exponents in tanh(x) = 1 - 2 / (2^(..x) + 1)
+    float cap;   // scale / softcap: dot products to arguments of tanh(x) = 1 - 2 / (e^2x + 1)
     float mask;  // units of the mask to one of a dot product, or of its tanh
     float log2;  // units of log2 to one of a score
 
     __device__ __forceinline__ ScoreScale(float scale, float softcap) {
-        tanh = kHasSoftcap ? 2.0f * kLog2E * (scale / softcap) : 0.0f;
+        cap = kHasSoftcap ? scale / softcap : 0.0f;
         mask = kHasSoftcap ? softcap : scale;
         log2 = kHasMask ? kLog2E : mask * kLog2E;
     }
 };
 
+// tanh(x) / x as a polynomial in x^2, fitted for the least relative error where |x| <= kMaxArgument: 6e-07.
+constexpr float kMaxArgument = 0.5f;
+__device__ __forceinline__ float tanh_over_x(float square) {
+    float sum = -4.44022231e-2f;
+    sum = fmaf(sum, square, 1.31902963e-1f);
+    sum = fmaf(sum, square, -3.33263189e-1f);
+    return fmaf(sum, square, 9.99999464e-1f);
+}
+
+// Scores are mostly far below the cap. A polynomial then leaves the exponential unit, which the softmax keeps
+// busy, alone.
 __device__ __forceinline__ void cap(Scores& scores, const ScoreScale& scale) {
+    float max[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; ++i) {
-        scores[i] = fmaf(-2.0f, rcp(ex2(scores[i] * scale.tanh) + 1.0f), 1.0f);
+        float& chain = max[fragment_row(i)][i % 2];
+        chain = fmaxf(chain, fabsf(scores[i]));
+    }
+    const float max_argument = fmaxf(fmaxf(max[0][0], max[0][1]), fmaxf(max[1][0], max[1][1])) * scale.cap;
+    if (__any_sync(kFullWarp, max_argument > kMaxArgument)) {
+#pragma unroll
+        for (int i = 0; i < kBlockKeys / 2; ++i) {
+            scores[i] = fmaf(-2.0f, rcp(ex2(scores[i] * scale.cap * (2.0f * kLog2E)) + 1.0f), 1.0f);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kBlockKeys / 2; ++i) {
+            const float x = scores[i] * scale.cap;
+            scores[i] = x * tanh_over_x(x * x);
+        }
     }
 }
+
+// A pair of mask elements that hide their keys.
+constexpr unsigned int kNoKeys = (Traits::kInfinity | 0x8000) * 0x00010001u;
 
 // A lane's two rows: what they may see.
 struct LaneRows {
     KeyRange ranges[2];
     const Element* mask[2];
-    bool has_key[2];  // that is not masked, so far
+    unsigned int mask_max[2];  // of the mask so far, by even and odd keys, where a row may see them
+    bool has_key[2];
 };
-
-// Two neighbouring elements of a mask row, of which those at `keys` and beyond are not read.
-__device__ __forceinline__ unsigned int load_mask_pair(const Element* row, int key, int keys) {
-    if (kMaskWidth == 2) return key < keys ? *reinterpret_cast<const unsigned int*>(row + key) : 0;
-    const auto* const bits = reinterpret_cast<const unsigned short*>(row + key);
-    const unsigned int low = key < keys ? bits[0] : 0;
-    const unsigned int high = key + 1 < keys ? bits[1] : 0;
-    return high << 16 | low;
-}
 
 // The keys that a row may see, counted from `first_key`.
 struct RelativeRange {
@@ -414,32 +475,54 @@ struct RelativeRange {
     __device__ __forceinline__ bool contains(int key) const { return key < end && (!kHasWindow || key >= begin); }
 };
 
-// Add the mask to the scores and exclude the keys that the lane's rows may not see.
-__device__ __forceinline__ void add_mask(
-    Scores& scores, LaneRows& rows, int first_key, int keys, const ScoreScale& scale) {
-    constexpr int kChunk = 16;
-    const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
+// A block's mask as its scores lie in a lane, in pairs of neighbouring keys.
+using MaskPairs = unsigned int[kBlockKeys / 4];
+
+// Load it; what lies beyond the rows' ends is not read.
+__device__ __forceinline__ void load_mask(MaskPairs& pairs, const LaneRows& rows, int first_key, int keys) {
 #pragma unroll
-    for (int first = 0; first < kBlockKeys / 2; first += kChunk) {
-        unsigned int pairs[kChunk / 2];
-#pragma unroll
-        for (int i = 0; i < kChunk / 2; ++i) {
-            const int column = fragment_column(first + 2 * i);
-            pairs[i] = load_mask_pair(rows.mask[fragment_row(2 * i)], first_key + column, keys);
-        }
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-            const int r = fragment_row(i);
-            const float bias = Traits::unpack(pairs[i / 2], i % 2);
-            const bool allowed = bias != negative_infinity() && ranges[r].contains(fragment_column(first + i));
-            float& score = scores[first + i];
-            score = allowed ? fmaf(score, scale.mask, bias) : negative_infinity();
-            rows.has_key[r] |= allowed;
+    for (int i = 0; i < kBlockKeys / 4; ++i) {
+        const int key = first_key + fragment_column(2 * i);
+        const Element* const mask = rows.mask[fragment_row(2 * i)] + key;
+        if (kMaskWidth == 2) {
+            pairs[i] = key < keys ? *reinterpret_cast<const unsigned int*>(mask) : kNoKeys;
+        } else {
+            const auto* const bits = reinterpret_cast<const unsigned short*>(mask);
+            const unsigned int low = key < keys ? bits[0] : 0;
+            const unsigned int high = key + 1 < keys ? bits[1] : 0;
+            pairs[i] = high << 16 | low;
         }
     }
 }
 
-// Exclude the keys that the lane's rows may not see, where there is no mask.
+// Make it -inf for the keys that the lane's rows may not see.
+__device__ __forceinline__ void hide(MaskPairs& pairs, const LaneRows& rows, int first_key) {
+    const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 4; ++i) {
+        const RelativeRange& range = ranges[fragment_row(2 * i)];
+        const int column = fragment_column(2 * i);
+        if (!range.contains(column)) pairs[i] = (pairs[i] & 0xffff0000u) | (kNoKeys & 0xffff);
+        if (!range.contains(column + 1)) pairs[i] = (pairs[i] & 0xffff) | (kNoKeys & 0xffff0000u);
+    }
+}
+
+// Add it to the scores. A key whose mask is -inf has the score -inf, whatever its dot product is.
+__device__ __forceinline__ void add_mask(
+    Scores& scores, LaneRows& rows, const MaskPairs& pairs, const ScoreScale& scale) {
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 4; ++i) {
+        unsigned int& max = rows.mask_max[fragment_row(2 * i)];
+        max = Traits::max(max, pairs[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+        const float bias = Traits::unpack(pairs[i / 2], i % 2);
+        scores[i] = bias == negative_infinity() ? bias : fmaf(scores[i], scale.mask, bias);
+    }
+}
+
+// Exclude the keys that the lane's rows may not see, where there is no mask to say so.
 __device__ __forceinline__ void exclude(Scores& scores, const LaneRows& rows, int first_key) {
     const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
 #pragma unroll
@@ -628,13 +711,14 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         named_barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 2 * kWarpgroup);
     };
 
-    RingPlace<2> q_place;
-    RingPlace<kStages> k_place;
-    RingPlace<kStages> v_place;
-    RingPlace<kStages> check_place;
+    RingPlace<kQueryStages> q_place;
+    RingPlace<kKeyStages> k_place;
+    RingPlace<kValueStages> v_place;
+    RingPlace<kValueStages> check_place;
     Scores scores;
     Sums sums;
     PackedWeights weights;
+    MaskPairs mask;
 
     mbarrier_wait(smem.q_full[0][consumer], 0);
     Tile tile = read_tile(smem.tiles[0]);
@@ -646,7 +730,7 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
     if (is_elected) mbarrier_arrive(smem.k_empty[0]);
     k_place.advance();
 
-    bool has_stored = false;
+    int stored_stage = -1;
     while (true) {
         const int first = tile.first + consumer * kRows;
         LaneRows rows;
@@ -654,8 +738,9 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         for (int r = 0; r < 2; ++r) {
             const int row = first + lane_row + 8 * r;
             rows.ranges[r] = tile.lengths.range(row, params.local_window);
-            rows.has_key[r] = !kHasMask && rows.ranges[r].begin < rows.ranges[r].end;
+            rows.has_key[r] = rows.ranges[r].begin < rows.ranges[r].end;
             if (kHasMask) {
+                rows.mask_max[r] = kNoKeys;
                 rows.mask[r] = params.mask + tile.plane / params.q_heads * params.mask_batch_stride +
                                tile.plane % params.q_heads * params.mask_head_stride +
                                static_cast<long long>(min(row, params.sq - 1)) * params.sk;
@@ -669,36 +754,47 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         const auto finish_scores = [&](int b, bool is_partial_block) {
             if (kHasSoftcap) cap(scores, scale);
             if (kHasMask) {
-                add_mask(scores, rows, b * kBlockKeys + lane_column, params.sk, scale);
+                if (tile.is_cut(b)) hide(mask, rows, b * kBlockKeys + lane_column);
+                add_mask(scores, rows, mask, scale);
             } else if (is_partial_block) {
                 exclude(scores, rows, b * kBlockKeys + lane_column);
             }
         };
 
         RowState state;
+        if (kHasMask) load_mask(mask, rows, block * kBlockKeys + lane_column, params.sk);
         finish_scores(block, is_partial);
         weigh_first(scores, state, scale.log2);
         pack_weights(weights, scores);
 
         // The store of the tile before has long read its buffer.
-        if (is_elected && has_stored) {
+        if (is_elected && stored_stage >= 0) {
             tma_store_wait_read();
-            mbarrier_arrive(smem.q_empty[q_place.stage ^ 1]);
+            mbarrier_arrive(smem.q_empty[stored_stage]);
         }
 
-        // Wait for the checkers' word on the values of a partial block: whether they took some out.
-        const auto are_values_spoilt = [&] {
-            if (!is_partial) return false;
+        // Wait for what the checkers found in the values of a partial block.
+        const auto wait_for_checkers = [&] {
             mbarrier_wait(smem.checked[check_place.stage], check_place.parity);
-            const unsigned int* const found = smem.spoilt[check_place.stage];
+            const unsigned int* const found = smem.found[check_place.stage];
             check_place.advance();
-            return (found[0] | found[1] | found[2]) != 0;
+            return found[0] | found[1] | found[2];
         };
-        // Their product is done: release the stage, and add what the checkers took out.
-        const auto release_values = [&](bool is_spoilt) {
+        // The product with the values of `block` is done: release their stage, and add what the checkers removed.
+        // The product of a tile's first block, which starts the sums, does not wait for them, and is made again where
+        // they removed something.
+        const auto finish_values = [&](unsigned int found) {
+            if (is_partial && block == tile.last_block) {
+                found = wait_for_checkers();
+                if (found != 0) {
+                    issue_values(sums, weights, advance(v_descriptor, v_place.stage * kKeyBytes), false);
+                    wgmma_wait<0>();
+                    pin(sums);
+                }
+            }
             if (is_elected) mbarrier_arrive(smem.v_empty[v_place.stage]);
             v_place.advance();
-            if (!is_spoilt) return;
+            if ((found & kMayBeSeen) == 0) return;
             const long long plane = tile.plane / params.group;
             add_spoilt_values(
                 sums, params.value + plane * params.kv_capacity * kHeadDim, rows, block * kBlockKeys, lane_column);
@@ -707,8 +803,10 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
 
 #pragma unroll 1
         while (block > first_block) {
+            // What the next scores need comes from far.
+            if (kHasMask) load_mask(mask, rows, (block - 1) * kBlockKeys + lane_column, params.sk);
             mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
-            const bool is_spoilt = are_values_spoilt();
+            const unsigned int found = is_partial && block < tile.last_block ? wait_for_checkers() : 0;
             take_turn();
             issue_scores(scores, advance(q_descriptor, q_place.stage * kQueryBuffer),
                          advance(k_descriptor, k_place.stage * kKeyBytes));
@@ -729,12 +827,12 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             // weights go with, and before it a vote on the sums, which are never negative.
             pin(scores);
             has_moved |= __any_sync(kFullWarp, state.sum[0] + state.sum[1] < 0.0f);
-            RingPlace<kStages> next_v_place = v_place;
+            RingPlace<kValueStages> next_v_place = v_place;
             next_v_place.advance();
             mbarrier_wait(smem.v_full[next_v_place.stage], next_v_place.parity);
             wgmma_wait<0>();
             pin(sums);
-            release_values(is_spoilt);
+            finish_values(found);
             is_partial = is_next_partial;
             --block;
             if (has_moved) {
@@ -746,12 +844,12 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
 
         // The last values of this tile, and behind them the first scores of the next. Where there is no next
         // tile the scores are of stale queries, and nobody reads them.
-        RingPlace<2> next_place = q_place;
+        RingPlace<kQueryStages> next_place = q_place;
         next_place.advance();
         mbarrier_wait(smem.q_full[next_place.stage][consumer], next_place.parity);
         const Tile next = read_tile(smem.tiles[next_place.stage]);
         if (next.plane >= 0) mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
-        const bool is_spoilt = are_values_spoilt();
+        const unsigned int found = is_partial && block < tile.last_block ? wait_for_checkers() : 0;
         take_turn();
         issue_values(sums, weights, advance(v_descriptor, v_place.stage * kKeyBytes), tile.blocks > 1);
         issue_scores(scores, advance(q_descriptor, next_place.stage * kQueryBuffer),
@@ -759,11 +857,11 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         pass_turn();
         wgmma_wait<1>();
         pin(sums);
-        release_values(is_spoilt);
+        finish_values(found);
 
         if (kHasMask) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) rows.has_key[r] = has_key_in_quad(rows.has_key[r]);
+            for (int r = 0; r < 2; ++r) rows.has_key[r] = has_key_in_quad(rows.mask_max[r] != kNoKeys);
         }
         write_output(smem.q[q_place.stage][consumer], sums, state, rows.has_key);
         fence_proxy_async();
@@ -775,7 +873,7 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             }
             tma_store_commit();
         }
-        has_stored = true;
+        stored_stage = q_place.stage;
         wgmma_wait<0>();
         pin(scores);
         if (next.plane < 0) break;
@@ -822,15 +920,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
         prefetch_tensormap(key_map);
         prefetch_tensormap(value_map);
         prefetch_tensormap(output_map);
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kQueryStages; ++i) {
             for (int consumer = 0; consumer < kConsumers; ++consumer) mbarrier_init(smem.q_full[i][consumer], 1);
             mbarrier_init(smem.q_empty[i], kConsumers + kCheckers);
         }
-        for (int i = 0; i < kStages; ++i) {
+        for (int i = 0; i < kKeyStages; ++i) {
             mbarrier_init(smem.k_full[i], 1);
-            mbarrier_init(smem.v_full[i], 1);
             mbarrier_init(smem.k_empty[i], kConsumers);
-            mbarrier_init(smem.v_empty[i], kConsumers);
+        }
+        for (int i = 0; i < kValueStages; ++i) {
+            mbarrier_init(smem.v_full[i], 1);
+            mbarrier_init(smem.v_empty[i], kConsumers + kCheckers);
             mbarrier_init(smem.checked[i], kCheckers);
         }
         fence_mbarrier_init();

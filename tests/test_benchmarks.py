@@ -189,6 +189,19 @@ class FakeTensor(np.ndarray):
         return np.asarray(self)
 
 
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 5), (False, 5), (False, 0)])
+def test_operations_are_those_of_the_keys_that_rows_see(causal: bool, window: int) -> None:
+    """Of a window, those within it; a plain triangle counts as half the rectangle."""
+    case = attention.Case("f16", 3, 2, 1, 20, 32, 8, causal=causal, window=window, is_ragged=not causal)
+    limit = np.arange(20)[:, None] - 20
+    seen = 0
+    for keys in (32, 32, 32) if causal else (10, 21, 32):
+        distance = keys + limit - np.arange(keys)  # from a row's limit back to a key
+        seen += np.sum(((distance >= 0) | (not causal)) & ((distance < window) | (window == 0)))
+    expected = 4 * 2 * 8 * seen if window or not causal else 2 * 3 * 2 * 20 * 32 * 8
+    assert case.flops == expected
+
+
 def test_peer_with_nan_is_judged_wrong() -> None:
     """A NaN in any of the compared rows counts, not in the first only."""
     case = attention.Case("f32", 1, 1, 1, 8, 8, 4, causal=True)

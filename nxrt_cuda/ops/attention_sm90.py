@@ -59,12 +59,15 @@ class Sm90Tiles:
     Attributes:
         consumers: warpgroups that compute, of 64 query rows each.
         keys: keys a block.
-        stages: blocks of keys, and of values, in shared memory.
+        query_stages: tiles of queries in shared memory.
+        key_stages, value_stages: blocks of keys, and of values, there.
     """
 
     consumers: int
     keys: int
-    stages: int
+    query_stages: int
+    key_stages: int
+    value_stages: int
 
     @property
     def queries(self) -> int:
@@ -90,9 +93,6 @@ def obstacle(
         return f"head_dim {geometry.head_dim} is not a multiple of 8"
     if alignment < _MAP_ALIGNMENT:
         return f"operands are aligned to {alignment} bytes, not to {_MAP_ALIGNMENT}"
-    if geometry.has_mask or geometry.softcap > 0.0:
-        # The kernel has both; they are switched on once the GPU suite has passed with them.
-        return "additive masks and softcap are left to the portable kernels"
     if geometry.seq_k == 0:
         return "there are no keys"
     if geometry.scale <= 0.0:
@@ -107,17 +107,20 @@ def obstacle(
 def tiles_of(geometry: AttentionGeometry) -> Sm90Tiles:
     """The tiles that were fastest on an H200; ``benchmarks/attention_log.md`` says what else was tried.
 
-    An additive mask takes registers: blocks of 96 keys leave them. Up to head_dim 64 three consumers fit, which hide
-    the exponentials best, unless window and softcap come together; where a tile of 192 rows would mostly lie beyond
-    the triangle, two waste less.
+    An additive mask takes registers: smaller blocks leave them. Up to head_dim 64 three consumers fit, which hide
+    the exponentials best, unless a window comes with softcap or a mask; where a tile of 192 rows would mostly lie
+    beyond the triangle, two waste less.
     """
-    if geometry.has_mask:
-        return Sm90Tiles(consumers=2, keys=96, stages=2)
     if geometry.head_dim > _SLAB_COLUMNS:
-        return Sm90Tiles(consumers=2, keys=128, stages=2)
+        if geometry.has_mask:
+            return Sm90Tiles(consumers=2, keys=96, query_stages=3, key_stages=2, value_stages=3)
+        return Sm90Tiles(consumers=2, keys=128, query_stages=3, key_stages=2, value_stages=2)
+    if geometry.has_mask:
+        consumers = 2 if geometry.local_window > 0 else 3
+        return Sm90Tiles(consumers, keys=64, query_stages=3, key_stages=4, value_stages=4)
     is_short = geometry.causal and geometry.seq_q <= _SHORT_SEQUENCE
     is_full = geometry.local_window > 0 and geometry.softcap > 0.0
-    return Sm90Tiles(consumers=2 if is_short or is_full else 3, keys=128, stages=3)
+    return Sm90Tiles(consumers=2 if is_short or is_full else 3, keys=128, query_stages=3, key_stages=3, value_stages=3)
 
 
 def tile_count(geometry: AttentionGeometry) -> int:
@@ -128,21 +131,29 @@ def tile_count(geometry: AttentionGeometry) -> int:
 def planes_per_section(geometry: AttentionGeometry, l2_cache_bytes: int) -> int:
     """How many query planes are worked on at once, so that their keys and values stay in the L2 cache.
 
-    Half of it where tiles differ in weight and many planes even out the load; else an eighth, for every
-    multiprocessor then reads the same blocks at about the same time.
+    Half of it where tiles differ in weight and many planes even out the load, or a quarter for short rows, which
+    wait for memory more than for each other; else an eighth, for every multiprocessor then reads the same blocks at
+    about the same time. What does not fill a section of its own is spread over the others.
     """
-    budget = l2_cache_bytes // (2 if geometry.causal or geometry.local_window > 0 else 8)
+    if geometry.causal or geometry.local_window > 0:
+        budget = l2_cache_bytes // (4 if geometry.seq_k <= _SHORT_SEQUENCE else 2)
+    else:
+        budget = l2_cache_bytes // 8
+    planes = geometry.batch * geometry.num_heads
+    kv_planes = planes // geometry.group
     plane = 2 * geometry.seq_k * geometry.head_dim * float16.itemsize
-    return min(geometry.batch * geometry.num_heads, max(budget // plane, 1) * geometry.group)
+    sections = max(kv_planes // max(budget // plane, 1), 1)
+    return kv_planes // sections * geometry.group
 
 
 def shared_bytes(head_dim: int, tiles: Sm90Tiles) -> int:
     """Dynamic shared memory of a block: ``sizeof(Smem)`` in the kernel."""
     slab_row = div_up(head_dim, _SLAB_COLUMNS) * _SLAB_COLUMNS * float16.itemsize
-    buffers = slab_row * (2 * tiles.queries + 2 * tiles.stages * tiles.keys)
-    mailboxes = 2 * 40
-    findings = div_up(tiles.stages * 3 * 4, 8) * 8
-    barriers = 8 * (2 * tiles.consumers + 2 + 5 * tiles.stages)
+    blocks = tiles.key_stages + tiles.value_stages
+    buffers = slab_row * (tiles.query_stages * tiles.queries + blocks * tiles.keys)
+    mailboxes = 40 * tiles.query_stages
+    findings = div_up(tiles.value_stages * 3 * 4, 8) * 8
+    barriers = 8 * (tiles.query_stages * (tiles.consumers + 1) + 2 * blocks + tiles.value_stages)
     return buffers + mailboxes + findings + barriers
 
 

@@ -158,7 +158,9 @@ def attention_spec(
             "MASK_WIDTH": mask_access // dtype.itemsize if geometry.has_mask else 1,
             "CONSUMERS": sm90_tiles.consumers,
             "BLOCK_KEYS": sm90_tiles.keys,
-            "STAGES": sm90_tiles.stages,
+            "QUERY_STAGES": sm90_tiles.query_stages,
+            "KEY_STAGES": sm90_tiles.key_stages,
+            "VALUE_STAGES": sm90_tiles.value_stages,
         }
     elif variant is not AttentionVariant.DECODE:
         macros |= {"BLOCK_QUERIES": _TILES[variant].queries, "BLOCK_KEYS": _TILES[variant].keys}

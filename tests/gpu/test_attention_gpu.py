@@ -85,6 +85,9 @@ def test_each_variant_runs(rt: nx.CudaRuntime) -> None:
         assert kernel.launch_stats().variant == variant
 
 
+HEADS = 40
+"""Of one key/value head: with two batch elements, more than two tiles a multiprocessor of an H200."""
+
 LONG = {"batch": 2, "heads": 6, "kv_heads": 2, "seq_q": 500, "seq_k": 700}
 """Several tiles and blocks of keys, none of them whole."""
 
@@ -114,6 +117,45 @@ def test_features_over_many_tiles(
     """Tiles that are empty, partial and full, in every combination with what restricts or changes scores."""
     case = random_case(5, dtype, **{**LONG, "head_dim": head_dim, **features})
     check_case(run(rt, case), case)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("has_mask", [False, True], ids=["plain", "mask"])
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_all_combinations_of_features_over_lengths(
+    rt: nx.CudaRuntime, head_dim: int, has_mask: bool, softcap: float, window: int, causal: bool
+) -> None:
+    """Several tiles a multiprocessor, of many blocks, few and none, whole ones between partial ones, with poison.
+
+    What walks blocks at a pace of its own must neither take one for another nor fall out of step.
+    """
+    for seed, (seq_q, seq_k, total) in enumerate(
+        ((500, 700, None), (300, 1500, [1500, 900]), (900, 400, None), (640, 640, [0, 517]), (129, 129, [129, 1]))
+    ):
+        case = random_case(
+            seed,
+            BF16,
+            batch=2,
+            seq_q=seq_q,
+            seq_k=seq_k,
+            head_dim=head_dim,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            total=total,
+            mask_planes=(2, 1) if has_mask else None,
+        )
+        value = case.value.copy()
+        for key in np.random.default_rng(seed).integers(0, seq_k, 6):
+            value[:, :, key, key % head_dim] = (NAN, INF, -INF)[key % 3]
+        case = replace(case, value=value)
+        case = replace(case, expected=case.oracle())
+        actual = run(rt, replace(case, query=case.query.repeat(HEADS, 1)))
+        check_case(actual[:, :1], case)
+        bits = actual.view(np.uint16)
+        assert (bits == bits[:, :1]).all(), "heads of the same queries differ"
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)

@@ -95,8 +95,6 @@ def test_choice_of_variant(
     ("alignment", "changes", "reason"),
     [
         (8, {}, "operands are aligned to 8 bytes, not to 16"),
-        (16, {"has_mask": True}, "additive masks and softcap are left to the portable kernels"),
-        (16, {"softcap": 2.0}, "additive masks and softcap are left to the portable kernels"),
         (16, {"seq_k": 0}, "there are no keys"),
         (16, {"scale": -0.5}, "scale -0.5 is not positive"),
         (16, {"seq_q": 2**30 + 1}, f"seq_q {2**30 + 1} or seq_k 7 is beyond {2**30}"),
@@ -355,12 +353,18 @@ def test_arguments_follow_the_declared_parameters() -> None:
 
 
 def test_a_section_of_planes_fits_the_cache() -> None:
-    """Half of it for work of uneven weight, an eighth for even work; never less than a key/value head's group."""
-    long = replace(PLAIN, seq_k=2**13, num_heads=8, kv_num_heads=4, head_dim=128)  # 4 MiB of keys and values a head
-    for changes, heads in (({"causal": False}, 1), ({"causal": True}, 5), ({"causal": False, "local_window": 9}, 5)):
+    """Half of it for work of uneven weight, a quarter where rows are short, an eighth for even work; whole groups."""
+    long = replace(PLAIN, batch=6, seq_k=2**13, num_heads=8, kv_num_heads=4, head_dim=128)  # 4 MiB of keys and values
+    for changes, heads in (
+        ({"causal": False}, 1),
+        ({"causal": False, "local_window": 9}, 6),  # 5 would fit, and leave 4 of 24 for a section of their own
+        ({"causal": True}, 6),
+        ({"causal": True, "seq_k": 512, "batch": 30}, 40),
+    ):
         geometry = replace(long, **changes)
-        assert sm90.planes_per_section(geometry, 40 << 20) == min(2 * heads, 2 * 8)
+        assert sm90.planes_per_section(geometry, 40 << 20) == heads * 2
     assert sm90.planes_per_section(long, 0) == 2
+    assert sm90.planes_per_section(long, 1 << 40) == 6 * 8
 
 
 def test_maps_describe_the_operands() -> None:
