@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from benchmarks._bench import Bench, Operands, Peer, WrongResultError, normal, p
 from benchmarks._harness import run
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._torch import TorchPeer
+from nxrt_cuda.ops import attention_sm90
 from nxrt_cuda.reference.attention import attention
 
 __all__ = ["CASES", "Case", "measure", "tabulate"]
@@ -47,7 +49,7 @@ _HALF_PEERS = ("torch flash", "torch cuDNN")
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: shapes, dtype, and whether causal."""
+    """One row of the table: shapes, dtype, whether causal, and whether on the kernels that need no Hopper."""
 
     dtype: str
     batch: int
@@ -57,13 +59,14 @@ class Case:
     seq_k: int
     head_dim: int
     causal: bool
+    portable: bool = False
 
     @property
     def label(self) -> str:
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
         seq = f"S{self.seq_k}" if self.seq_q == self.seq_k else f"Sq{self.seq_q} Sk{self.seq_k}"
         kind = "decode" if self.is_decode else "causal" if self.causal else "full"
-        return f"{self.dtype} B{self.batch} {heads} {seq} D{self.head_dim} {kind}"
+        return f"{self.dtype} B{self.batch} {heads} {seq} D{self.head_dim} {kind}{', portable' * self.portable}"
 
     @property
     def is_decode(self) -> bool:
@@ -98,9 +101,11 @@ class Case:
         return (self.nbytes / ms * 1e-9, "TB/s") if self.is_decode else (self.flops / ms * 1e-9, "TFLOP/s")
 
 
-def _prefill(dtype: str, batch: int, heads: int, kv_heads: int, seq: int, head_dim: int) -> Iterator[Case]:
+def _prefill(
+    dtype: str, batch: int, heads: int, kv_heads: int, seq: int, head_dim: int, *, portable: bool = False
+) -> Iterator[Case]:
     for causal in (True, False):
-        yield Case(dtype, batch, heads, kv_heads, seq, seq, head_dim, causal)
+        yield Case(dtype, batch, heads, kv_heads, seq, seq, head_dim, causal, portable)
 
 
 CASES = (
@@ -111,7 +116,10 @@ CASES = (
     *(c for seq in (2048, 8192) for c in _prefill("bf16", 1, 32, 8, seq, 128)),
     *(c for batch in (8, 1) for c in _prefill("f16", batch, 16, 16, 16384 // batch, 128)),
     # The kernels for every device.
-    *_prefill("f32", 1, 16, 16, 4096, 128),
+    *_prefill("f32", 1, 16, 16, 8192, 128),
+    *_prefill("f32", 1, 32, 32, 8192, 64),
+    *(c for batch in (8, 1) for c in _prefill("bf16", batch, 16, 16, 16384 // batch, 128, portable=True)),
+    *_prefill("bf16", 1, 32, 32, 16384, 64, portable=True),
     *_prefill("bf16", 1, 16, 16, 4096, 100),
     *(Case(dtype, 8, 32, 8, 1, 8192, 128, causal=False) for dtype in ("bf16", "f32")),
 )
@@ -165,7 +173,9 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    warmed = bench.warm(case.node, case.nbytes, partial(_draw, case, bench.runtime, rng))
+    obstacle = (lambda *_: "the benchmark asks for the portable kernels") if case.portable else attention_sm90.obstacle
+    with patch.object(attention_sm90, "obstacle", obstacle):
+        warmed = bench.warm(case.node, case.nbytes, partial(_draw, case, bench.runtime, rng))
     sets, arrays = warmed.sets, warmed.sets[0].arrays
     spots = [
         _Spot.compute(case, arrays, 0, 0, 0),
