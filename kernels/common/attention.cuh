@@ -8,8 +8,8 @@
 //   begin = HAS_WINDOW ? max(0, limit + 1 - local_window)      : 0
 // less those whose additive mask is -inf. Nothing stored at any other key reaches the result.
 //
-// Entries are declared __launch_bounds__(kThreads, 1): left to its own choice, ptxas spills a few
-// registers of some specialisations to fit one more block.
+// Entries are declared __launch_bounds__(kThreads, 1), or with the blocks that were found to be worth it: left to its
+// own choice, ptxas spills a few registers of some specialisations to fit one more block.
 #pragma once
 
 #include "common/element.cuh"

@@ -308,20 +308,22 @@ def _params(variant: AttentionVariant) -> tuple[Param, ...]:
 def _tiles(variant: AttentionVariant, geometry: AttentionGeometry) -> _Tiles:
     """How a variant but the Hopper one cuts up a call.
 
-    On tensor cores registers are short beyond head_dim 64, where some features leave them for smaller blocks only. Up
-    to there three blocks of threads of the f32 kernel fit a multiprocessor. ``benchmarks/attention_log.md`` says what
-    else was tried.
+    On tensor cores registers are short beyond head_dim 64, where what takes more of them leaves smaller blocks. Up to
+    there three blocks of threads of the plain f32 kernel fit a multiprocessor. ``benchmarks/attention_log.md`` says
+    what else was tried.
     """
     tiles = _TILES[variant]
-    is_narrow = geometry.head_dim <= 64
-    takes_registers = not is_narrow and (
-        geometry.has_mask or geometry.head_dim % 16 != 0 or (geometry.local_window > 0 and geometry.softcap > 0.0)
+    is_wide = geometry.head_dim > 64
+    takes_registers = (
+        geometry.has_mask
+        or (geometry.local_window > 0 and geometry.softcap > 0.0)
+        or (is_wide and geometry.head_dim % 16 != 0)
     )
-    if variant is AttentionVariant.TENSOR_CORE and takes_registers:
+    if variant is AttentionVariant.TENSOR_CORE and is_wide and takes_registers:
         return replace(tiles, keys=32)
-    if variant is AttentionVariant.TF32X3 and takes_registers:
+    if variant is AttentionVariant.TF32X3 and is_wide and takes_registers:
         return replace(tiles, keys=16, stages=4)
-    if variant is AttentionVariant.TF32X3 and is_narrow:
+    if variant is AttentionVariant.TF32X3 and not is_wide and not takes_registers:
         return replace(tiles, blocks=3)
     return tiles
 

@@ -328,6 +328,33 @@ def test_mask_pairs_are_read_at_once_where_they_are_aligned() -> None:
             assert dict(spec.macros)["MASK_WIDTH"] == width
 
 
+@pytest.mark.parametrize(
+    ("changes", "half", "single"),
+    [
+        ({"head_dim": 64}, "64", ("32", "3")),
+        ({"head_dim": 64, "has_mask": True}, "64", ("32", "1")),
+        ({"head_dim": 128}, "64", ("32", "1")),
+        ({"head_dim": 128, "local_window": 9}, "64", ("32", "1")),
+        ({"head_dim": 128, "has_mask": True}, "32", ("16", "1")),
+        ({"head_dim": 128, "local_window": 9, "softcap": 2.0}, "32", ("16", "1")),
+        ({"head_dim": 120}, "32", ("16", "1")),
+    ],
+)
+def test_what_takes_registers_gets_smaller_blocks(
+    changes: dict[str, int | float], half: str, single: tuple[str, str]
+) -> None:
+    """Of keys, and for f32 fewer blocks a multiprocessor; shared memory follows, within the 99 KB of sm_86."""
+    geometry = replace(PLAIN, **changes)
+    for variant, dtype in ((AttentionVariant.TENSOR_CORE, nx.float16), (AttentionVariant.TF32X3, nx.float32)):
+        spec = attention_spec(variant, dtype, geometry, alignment=16, mask_alignment=16)
+        macros = dict(spec.macros)
+        if variant is AttentionVariant.TENSOR_CORE:
+            assert macros["BLOCK_KEYS"] == half
+        else:
+            assert (macros["BLOCK_KEYS"], macros["BLOCKS"]) == single
+        assert int(macros["SHARED_BYTES"]) == config_of(variant, geometry).shared_bytes <= 99 << 10
+
+
 def test_arguments_follow_the_declared_parameters() -> None:
     """Every field of the geometry reaches the parameter of its name."""
     geometry = replace(
