@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from benchmarks._bench import Bench, Operands, Peer, WrongResultError, normal, p
 from benchmarks._harness import run
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._torch import TorchPeer
+from nxrt_cuda.ops import attention_sm90
 from nxrt_cuda.reference.attention import attention
 
 __all__ = ["CASES", "Case", "measure", "tabulate"]
@@ -51,7 +53,8 @@ _MASK_PEERS = ("torch cuDNN", "torch efficient")
 class Case:
     """One row of the table: shapes, dtype, and what restricts or changes scores.
 
-    ``is_ragged``: of B batch elements, element b has (b + 1) / B of the keys in use; not for causal rows.
+    ``portable``: on the kernels that need no Hopper. ``is_ragged``: of B batch elements, element b has (b + 1) / B of
+    the keys in use; not for causal rows.
     """
 
     dtype: str
@@ -66,6 +69,7 @@ class Case:
     softcap: float = 0.0
     has_mask: bool = False
     is_ragged: bool = False
+    portable: bool = False
 
     @property
     def label(self) -> str:
@@ -77,6 +81,7 @@ class Case:
             f" softcap {self.softcap:g}" if self.softcap else "",
             " mask" if self.has_mask else "",
             " ragged" if self.is_ragged else "",
+            ", portable" if self.portable else "",
         )
         return f"{self.dtype} B{self.batch} {heads} {seq} D{self.head_dim} {kind}" + "".join(features)
 
@@ -129,9 +134,11 @@ class Case:
         return (self.nbytes / ms * 1e-9, "TB/s") if self.is_decode else (self.flops / ms * 1e-9, "TFLOP/s")
 
 
-def _prefill(dtype: str, batch: int, heads: int, kv_heads: int, seq: int, head_dim: int) -> Iterator[Case]:
+def _prefill(
+    dtype: str, batch: int, heads: int, kv_heads: int, seq: int, head_dim: int, *, portable: bool = False
+) -> Iterator[Case]:
     for causal in (True, False):
-        yield Case(dtype, batch, heads, kv_heads, seq, seq, head_dim, causal)
+        yield Case(dtype, batch, heads, kv_heads, seq, seq, head_dim, causal, portable=portable)
 
 
 _FEATURES: dict[bool, tuple[dict[str, Any], ...]] = {
@@ -155,7 +162,10 @@ CASES = (
         for features in _FEATURES[plain.causal]
     ),
     # The kernels for every device.
-    *_prefill("f32", 1, 16, 16, 4096, 128),
+    *_prefill("f32", 1, 16, 16, 8192, 128),
+    *_prefill("f32", 1, 32, 32, 8192, 64),
+    *(c for batch in (8, 1) for c in _prefill("bf16", batch, 16, 16, 16384 // batch, 128, portable=True)),
+    *_prefill("bf16", 1, 32, 32, 16384, 64, portable=True),
     *_prefill("bf16", 1, 16, 16, 4096, 100),
     *(Case(dtype, 8, 32, 8, 1, 8192, 128, causal=False) for dtype in ("bf16", "f32")),
 )
@@ -219,7 +229,9 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    warmed = bench.warm(case.node, case.nbytes, partial(_draw, case, bench.runtime, rng))
+    obstacle = (lambda *_: "the benchmark asks for the portable kernels") if case.portable else attention_sm90.obstacle
+    with patch.object(attention_sm90, "obstacle", obstacle):
+        warmed = bench.warm(case.node, case.nbytes, partial(_draw, case, bench.runtime, rng))
     sets, arrays = warmed.sets, warmed.sets[0].arrays
     spots = [
         _Spot.compute(case, arrays, 0, 0, 0),

@@ -155,8 +155,12 @@ def _nothing(launch: Any) -> None:
 @pytest.mark.parametrize(
     ("script", "entries", "message"),
     [
-        (attention, _altered("flash_attention_f32", "output", nx.float32, _add_one), "relative error .* exceeds 1e-05"),
-        (attention, {"flash_attention_f32": _nothing}, "elements that are NaN, or were not written"),
+        (
+            attention,
+            _altered("flash_attention_f32_tf32x3", "output", nx.float32, _add_one),
+            "relative error .* exceeds 1e-05",
+        ),
+        (attention, {"flash_attention_f32_tf32x3": _nothing}, "elements that are NaN, or were not written"),
         (
             dsa,
             _altered("dsa_index_select_select", "out", nx.int64, _add_one),

@@ -8,8 +8,8 @@
 //   begin = HAS_WINDOW ? max(0, limit + 1 - local_window)      : 0
 // less those whose additive mask is -inf. Nothing stored at any other key reaches the result.
 //
-// Entries are declared __launch_bounds__(kThreads, 1): left to its own choice, ptxas spills a few
-// registers of some specialisations to fit one more block.
+// Entries are declared __launch_bounds__(kThreads, 1), or with the blocks that were found to be worth it: left to its
+// own choice, ptxas spills a few registers of some specialisations to fit one more block.
 #pragma once
 
 #include "common/element.cuh"
@@ -48,12 +48,12 @@ struct QueryTile {
     unsigned int first;  // query
     unsigned int last;   // inclusive
 
-    __device__ QueryTile(int q_heads, int sq) {
+    __device__ QueryTile(int q_heads, int sq, unsigned int index = blockIdx.x) {
         const unsigned int tiles = (sq + kBlockQueries - 1) / kBlockQueries;
-        plane = blockIdx.x / tiles;
+        plane = index / tiles;
         b = plane / q_heads;
         h = plane % q_heads;
-        const unsigned int tile = blockIdx.x % tiles;
+        const unsigned int tile = index % tiles;
         // The later a causal tile, the more keys it sees; the long ones start first.
         first = (kCausal ? tiles - 1 - tile : tile) * kBlockQueries;
         last = min(first + kBlockQueries, static_cast<unsigned int>(sq)) - 1;

@@ -113,8 +113,8 @@ class AttentionLaunchStats(StatsTable):
         executions: calls of ``execute`` that were accepted, empty ones included.
         launches: kernels launched or recorded.
         last_grid_x: blocks of the last launch.
-        variant: the kernel that served the last execution: ``"simt"``, ``"tensor_core"``, ``"decode"``,
-            ``"sm90"``.
+        variant: the kernel that served the last execution: ``"simt"``, ``"tensor_core"``, ``"tf32x3"``,
+            ``"decode"``, ``"sm90"``.
         reason: why that one.
     """
 
@@ -277,8 +277,6 @@ class AttentionKernel(Kernel):
         if config.is_empty:
             return _Plan(self._ledger.open(choice, ()), None)
         runtime.require_nvrtc_half_headers(op)
-        if variant is AttentionVariant.TENSOR_CORE:
-            runtime.require_nvrtc_tensor_core_headers(op)
         function = runtime.function(
             attention_spec(variant, dtype, geometry, alignment=alignment, mask_alignment=mask_alignment)
         )

@@ -35,6 +35,7 @@ class AttentionVariant(StrEnum):
 
     SIMT = "simt"
     TENSOR_CORE = "tensor_core"
+    TF32X3 = "tf32x3"
     DECODE = "decode"
     SM90 = "sm90"
 
@@ -49,22 +50,33 @@ class VariantChoice:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How a variant cuts up the work: query rows and keys a block, and its threads."""
+    """How a variant cuts up the work.
+
+    Attributes:
+        queries, keys: query rows a block of threads, and keys that it takes at a time.
+        threads: of a block.
+        stages: blocks of keys or values in its shared memory, where they are loaded ahead.
+        blocks: how many blocks of threads a multiprocessor should have registers for.
+    """
 
     queries: int
     keys: int
     threads: int
+    stages: int = 1
+    blocks: int = 1
 
 
 _TILES = {
     AttentionVariant.SIMT: _Tiles(queries=64, keys=64, threads=128),
-    AttentionVariant.TENSOR_CORE: _Tiles(queries=64, keys=64, threads=128),
+    AttentionVariant.TENSOR_CORE: _Tiles(queries=128, keys=64, threads=128, stages=4),
+    AttentionVariant.TF32X3: _Tiles(queries=64, keys=32, threads=128, stages=2),
     AttentionVariant.DECODE: _Tiles(queries=1, keys=32, threads=256),
 }
 
 _SOURCES = {
     AttentionVariant.SIMT: "attention_simt.cu",
-    AttentionVariant.TENSOR_CORE: "attention_tensor_core.cu",
+    AttentionVariant.TENSOR_CORE: "attention_mma.cu",
+    AttentionVariant.TF32X3: "attention_tf32.cu",
     AttentionVariant.DECODE: "attention_decode.cu",
     AttentionVariant.SM90: "attention_sm90.cu",
 }
@@ -72,6 +84,7 @@ _SOURCES = {
 _ENTRIES = {
     AttentionVariant.SIMT: "flash_attention_{}",
     AttentionVariant.TENSOR_CORE: "flash_attention_{}_tc",
+    AttentionVariant.TF32X3: "flash_attention_{}_tf32x3",
     AttentionVariant.DECODE: "attention_decode_{}",
     AttentionVariant.SM90: "flash_attention_{}_sm90",
 }
@@ -91,8 +104,11 @@ _PARAMS = tuple(
 ACCESS_BYTES = 16
 """The widest access of a thread to memory."""
 
-_FRAGMENT = 16
-"""Rows and columns of a tensor-core fragment."""
+_MMA_CAPABILITY = (8, 0)
+"""From where on there are the matrix products and asynchronous copies of the portable tensor-core kernels."""
+
+_TILE_BYTES = 88
+"""What the tensor-core kernels keep beside their tiles in shared memory."""
 
 
 def lowest_bit(bits: int) -> int:
@@ -109,23 +125,20 @@ def choose_variant(
     """
     if geometry.seq_q == 1:
         return VariantChoice(AttentionVariant.DECODE, "seq_q is 1")
-    obstacle = sm90.obstacle(dtype, geometry, compute_capability, alignment)
+    if geometry.head_dim % 8 != 0:
+        return VariantChoice(AttentionVariant.SIMT, f"head_dim {geometry.head_dim} is not a multiple of 8")
     major, minor = compute_capability
-    if obstacle is None:
-        return VariantChoice(
-            AttentionVariant.SM90,
-            f"{dtype}, head_dim {geometry.head_dim} is a multiple of 8, compute capability {major}.{minor}",
-        )
-    if dtype != float16:
-        return VariantChoice(AttentionVariant.SIMT, obstacle)
-    if geometry.head_dim % _FRAGMENT != 0:
-        return VariantChoice(AttentionVariant.SIMT, f"head_dim {geometry.head_dim} is not a multiple of {_FRAGMENT}")
-    if major < 7:
-        return VariantChoice(AttentionVariant.SIMT, f"compute capability {major}.{minor} is below 7.0")
-    return VariantChoice(
-        AttentionVariant.TENSOR_CORE,
-        f"Float16, head_dim {geometry.head_dim} is a multiple of {_FRAGMENT}, compute capability {major}.{minor}",
-    )
+    if compute_capability < _MMA_CAPABILITY:
+        return VariantChoice(AttentionVariant.SIMT, f"compute capability {major}.{minor} is below 8.0")
+    reason = f"{dtype}, head_dim {geometry.head_dim} is a multiple of 8, compute capability {major}.{minor}"
+    if dtype == float32:
+        return VariantChoice(AttentionVariant.TF32X3, reason)
+    if compute_capability != sm90.COMPUTE_CAPABILITY:
+        return VariantChoice(AttentionVariant.TENSOR_CORE, reason)
+    obstacle = sm90.obstacle(dtype, geometry, compute_capability, alignment)
+    if obstacle is not None:
+        return VariantChoice(AttentionVariant.TENSOR_CORE, obstacle)
+    return VariantChoice(AttentionVariant.SM90, reason)
 
 
 def attention_spec(
@@ -151,11 +164,12 @@ def attention_spec(
         "TOTAL_LENGTH_ERROR": int(CaptureErrorCode.TOTAL_LENGTH),
         "PAST_LENGTH_ERROR": int(CaptureErrorCode.PAST_LENGTH),
     }
+    if variant in (AttentionVariant.SM90, AttentionVariant.TENSOR_CORE):
+        mask_access = lowest_bit(mask_alignment | geometry.seq_k * dtype.itemsize | 2 * dtype.itemsize)
+        macros["MASK_WIDTH"] = mask_access // dtype.itemsize if geometry.has_mask else 1
     if variant is AttentionVariant.SM90:
         sm90_tiles = sm90.tiles_of(geometry)
-        mask_access = lowest_bit(mask_alignment | geometry.seq_k * dtype.itemsize | 2 * dtype.itemsize)
         macros |= {
-            "MASK_WIDTH": mask_access // dtype.itemsize if geometry.has_mask else 1,
             "CONSUMERS": sm90_tiles.consumers,
             "BLOCK_KEYS": sm90_tiles.keys,
             "QUERY_STAGES": sm90_tiles.query_stages,
@@ -163,7 +177,12 @@ def attention_spec(
             "VALUE_STAGES": sm90_tiles.value_stages,
         }
     elif variant is not AttentionVariant.DECODE:
-        macros |= {"BLOCK_QUERIES": _TILES[variant].queries, "BLOCK_KEYS": _TILES[variant].keys}
+        tiles = _tiles(variant, geometry)
+        macros |= {"BLOCK_QUERIES": tiles.queries, "BLOCK_KEYS": tiles.keys}
+        if variant is not AttentionVariant.SIMT:
+            macros["STAGES"] = tiles.stages
+        if variant is AttentionVariant.TF32X3:
+            macros["BLOCKS"] = tiles.blocks
     if variant is not AttentionVariant.DECODE:
         macros["SHARED_BYTES"] = _shared_bytes(variant, geometry)
     return KernelSpec(
@@ -244,17 +263,27 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
         scale=1.0,
     )
     full = replace(plain, seq_k=2, local_window=1, softcap=1.0, has_mask=True)
-    simt, tensor_core, decode = AttentionVariant.SIMT, AttentionVariant.TENSOR_CORE, AttentionVariant.DECODE
-    hopper = AttentionVariant.SM90
+    simt, decode = AttentionVariant.SIMT, AttentionVariant.DECODE
+    tensor_core, tf32x3, hopper = AttentionVariant.TENSOR_CORE, AttentionVariant.TF32X3, AttentionVariant.SM90
+    features = (plain, replace(plain, causal=False), replace(full, has_mask=False), full)
     sample = [
         *((variant, dtype, geometry) for variant in (simt, decode) for dtype in DTYPES for geometry in (plain, full)),
-        *((tensor_core, float16, geometry) for geometry in (plain, full)),
+        *(
+            (variant, dtype, replace(geometry, head_dim=head_dim))
+            for variant, dtype in ((tensor_core, float16), (tensor_core, bfloat16), (tf32x3, float32))
+            for geometry in features
+            for head_dim in (128, 64)
+        ),
+        *(
+            (variant, dtype, replace(plain, head_dim=head_dim))
+            for variant, dtype in ((tensor_core, float16), (tf32x3, float32))
+            for head_dim in (8, 32, 72, 96, 120)
+        ),
         *(
             (simt, dtype, replace(plain, head_dim=head_dim))
             for dtype in (float32, float16)
             for head_dim in (1, 65, 127)
         ),
-        *((tensor_core, float16, replace(plain, head_dim=head_dim)) for head_dim in (16, 64, 80, 112)),
         *((decode, float16, replace(plain, head_dim=head_dim)) for head_dim in (1, 7, 80, 127)),
         *(
             (hopper, dtype, replace(geometry, head_dim=head_dim, seq_q=seq_q))
@@ -268,13 +297,37 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
     by_element = {"alignment": float16.itemsize, "mask_alignment": float16.itemsize}
     return (
         *dict.fromkeys(specs),
-        attention_spec(tensor_core, float16, plain, **by_element),
+        *(attention_spec(tensor_core, float16, geometry, **by_element) for geometry in (plain, full)),
+        attention_spec(tf32x3, float32, plain, alignment=float32.itemsize, mask_alignment=float32.itemsize),
         attention_spec(hopper, float16, replace(full, seq_q=4096, seq_k=4096), alignment=16, mask_alignment=2),
     )
 
 
 def _params(variant: AttentionVariant) -> tuple[Param, ...]:
     return sm90.PARAMS if variant is AttentionVariant.SM90 else _PARAMS
+
+
+def _tiles(variant: AttentionVariant, geometry: AttentionGeometry) -> _Tiles:
+    """How a variant but the Hopper one cuts up a call.
+
+    On tensor cores registers are short beyond head_dim 64, where what takes more of them leaves smaller blocks. Up to
+    there three blocks of threads of the plain f32 kernel fit a multiprocessor. ``benchmarks/attention_log.md`` says
+    what else was tried.
+    """
+    tiles = _TILES[variant]
+    is_wide = geometry.head_dim > 64
+    takes_registers = (
+        geometry.has_mask
+        or (geometry.local_window > 0 and geometry.softcap > 0.0)
+        or (is_wide and geometry.head_dim % 16 != 0)
+    )
+    if variant is AttentionVariant.TENSOR_CORE and is_wide and takes_registers:
+        return replace(tiles, keys=32)
+    if variant is AttentionVariant.TF32X3 and is_wide and takes_registers:
+        return replace(tiles, keys=16, stages=4)
+    if variant is AttentionVariant.TF32X3 and not is_wide and not takes_registers:
+        return replace(tiles, blocks=3)
+    return tiles
 
 
 def _threads(variant: AttentionVariant, geometry: AttentionGeometry) -> int:
@@ -288,13 +341,12 @@ def _shared_bytes(variant: AttentionVariant, geometry: AttentionGeometry) -> int
     head_dim = geometry.head_dim
     if variant is AttentionVariant.SM90:
         return sm90.shared_bytes(head_dim, sm90.tiles_of(geometry))
-    tiles = _TILES[variant]
+    tiles = _tiles(variant, geometry)
     if variant is AttentionVariant.SIMT:
         row = div_up(head_dim, 16) * 16 + 4
         return 4 * ((tiles.queries + tiles.keys) * row + tiles.queries * (tiles.keys + 4))
     if variant is AttentionVariant.TENSOR_CORE:
-        operands = 2 * (tiles.queries + 2 * tiles.keys) * (head_dim + 8)
-        scores = 4 * _FRAGMENT * (tiles.keys + 4)
-        weights = 2 * _FRAGMENT * (tiles.keys + 8) + 4 * _FRAGMENT * _FRAGMENT
-        return operands + tiles.threads // 32 * max(scores, weights)
+        return 2 * (64 if head_dim <= 64 else 128) * (tiles.queries + tiles.stages * tiles.keys) + _TILE_BYTES
+    if variant is AttentionVariant.TF32X3:
+        return 4 * (div_up(head_dim, 16) * 16 + 4) * (tiles.queries + tiles.stages * tiles.keys) + _TILE_BYTES
     return 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import nxrt_cuda as nx
+from nxrt_cuda.ops import attention_sm90 as sm90
 from tests.attention_cases import (
     BF16,
     F16,
@@ -48,18 +49,35 @@ def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
         yield runtime
 
 
-@pytest.mark.parametrize("case", [case for case in closed_form_cases() if case.dtype == F16], ids=str)
+@pytest.fixture(params=["chosen", "portable"])
+def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that the operator chooses, and those that need no Hopper, which it would pass over there."""
+    if request.param == "portable":
+        monkeypatch.setattr(sm90, "obstacle", lambda *_: "a test asks for the portable kernels")
+
+
+@pytest.mark.parametrize("case", [case for case in closed_form_cases() if case.dtype in (F16, BF16)], ids=str)
 def test_closed_forms_off_the_alignment_of_tensor_maps(rt: nx.CudaRuntime, case: AttentionCase) -> None:
     """The portable tensor-core kernel answers alike where the device has a kernel of its own for aligned operands."""
     check_case(run(rt, case, offset=4), case)
 
 
+@pytest.mark.parametrize("case", [case for case in closed_form_cases() if case.dtype in (F16, BF16)], ids=str)
+def test_closed_forms_on_the_portable_kernels(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, case: AttentionCase
+) -> None:
+    """And with aligned operands, which it copies asynchronously."""
+    monkeypatch.setattr(sm90, "obstacle", lambda *_: "a test asks for the portable kernels")
+    check_case(run(rt, case), case)
+
+
+@pytest.mark.usefixtures("choice")
 @pytest.mark.parametrize(("dtype", "beyond_rounding"), [(F32, 20), (F16, 1.5), (BF16, 1.5)], ids=str)
 def test_long_rows(rt: nx.CudaRuntime, dtype: np.dtype, beyond_rounding: float) -> None:
     """The error of 2048 causal rows, in the Euclidean norm, is a small multiple of rounding the result.
 
-    In f32 it is that of exponentiating scores which are themselves rounded; on tensor cores the weights are rounded
-    to the element type too, which by itself makes the factor 1.3 to 1.4.
+    In f32 it is that of exponentiating scores which are themselves rounded; the 16-bit kernels round the weights to
+    the element type too, which by itself makes the factor 1.3 to 1.4.
     """
     case = random_case(7, dtype, heads=4, kv_heads=2, seq_q=2048, seq_k=2048, head_dim=128, causal=True)
     norm = np.linalg.norm
@@ -71,14 +89,16 @@ def test_long_rows(rt: nx.CudaRuntime, dtype: np.dtype, beyond_rounding: float) 
 def test_each_variant_runs(rt: nx.CudaRuntime) -> None:
     """The cases above reach every kernel there is for this device, by the choice that the operator makes."""
     is_hopper = rt.capabilities.compute_capability == (9, 0)
-    for dtype, seq_q, offset, variant in (
-        (F32, 2, 0, "simt"),
-        (F16, 2, 4, "tensor_core"),
-        (F16, 2, 0, "sm90" if is_hopper else "tensor_core"),
-        (BF16, 2, 0, "sm90" if is_hopper else "simt"),
-        (BF16, 1, 0, "decode"),
+    for dtype, seq_q, head_dim, offset, variant in (
+        (F32, 2, 16, 0, "tf32x3"),
+        (F32, 2, 7, 0, "simt"),
+        (F16, 2, 16, 4, "tensor_core"),
+        (BF16, 2, 16, 1, "tensor_core"),
+        (F16, 2, 16, 0, "sm90" if is_hopper else "tensor_core"),
+        (BF16, 2, 16, 0, "sm90" if is_hopper else "tensor_core"),
+        (BF16, 1, 16, 0, "decode"),
     ):
-        case = random_case(1, dtype, seq_q=seq_q, seq_k=3, head_dim=16)
+        case = random_case(1, dtype, seq_q=seq_q, seq_k=3, head_dim=head_dim)
         kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case, offset=offset)
         kernel.execute(operands.inputs, [operands.output])
         check_case(operands.result(), case)
@@ -92,8 +112,9 @@ LONG = {"batch": 2, "heads": 6, "kv_heads": 2, "seq_q": 500, "seq_k": 700}
 """Several tiles and blocks of keys, none of them whole."""
 
 
+@pytest.mark.usefixtures("choice")
 @pytest.mark.parametrize("head_dim", [128, 96, 64, 40])
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=lambda d: d.name)
 @pytest.mark.parametrize(
     "features",
     [
@@ -158,7 +179,8 @@ def test_all_combinations_of_features_over_lengths(
         assert (bits == bits[:, :1]).all(), "heads of the same queries differ"
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=lambda d: d.name)
 @pytest.mark.parametrize("head_dim", [128, 64])
 def test_poisoned_values_over_many_tiles(rt: nx.CudaRuntime, dtype: np.dtype, head_dim: int) -> None:
     """NaN and infinities reach the rows that see them, and no others, wherever in a block they stand."""
@@ -170,6 +192,20 @@ def test_poisoned_values_over_many_tiles(rt: nx.CudaRuntime, dtype: np.dtype, he
     check_case(run(rt, poisoned), replace(poisoned, expected=poisoned.oracle()))
 
 
+@pytest.mark.parametrize(
+    ("operand", "number"), [("query", INF), ("key", INF), ("key", -INF), ("value", 3.4e38)], ids=str
+)
+def test_numbers_without_two_parts(rt: nx.CudaRuntime, operand: str, number: float) -> None:
+    """f32 operands are split into a high and a low part: those of an infinity, or of what rounds to one, are not
+    numbers, but the row's answer may be."""
+    case = random_case(8, F32, heads=2, seq_q=200, seq_k=300, head_dim=64)
+    array = getattr(case, operand).copy()
+    array[0, 0, 77, 5] = number
+    extreme = replace(case, **{operand: array})
+    check_case(run(rt, extreme), replace(extreme, expected=extreme.oracle()))
+
+
+@pytest.mark.usefixtures("choice")
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)
 def test_maxima_that_grow_with_every_block(rt: nx.CudaRuntime, dtype: np.dtype) -> None:
     """Blocks are walked from the last; scores that rise towards the first move every row's origin again and again."""

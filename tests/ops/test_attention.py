@@ -179,10 +179,10 @@ def test_launch_statistics(rt: nx.CudaRuntime, case: AttentionCase) -> None:
         kernel.execute(operands.inputs, [operands.output])
     major, minor = rt.capabilities.compute_capability
     hopper = ("sm90", f"Float16, head_dim 16 is a multiple of 8, compute capability {major}.{minor}")
-    simt = ("simt", "there is no tensor-core variant for Float32")
+    tf32 = ("tf32x3", f"Float32, head_dim 16 is a multiple of 8, compute capability {major}.{minor}")
     assert first.launch_stats() == AttentionLaunchStats(1, 1, 2 * 4, *hopper)
-    assert second.launch_stats() == AttentionLaunchStats(2, 2, 2 * 4 * 2, *simt)
-    assert attention_launch_stats() == AttentionLaunchStats(3, 3, 2 * 4 * 2, *simt)
+    assert second.launch_stats() == AttentionLaunchStats(2, 2, 2 * 4 * 2, *tf32)
+    assert attention_launch_stats() == AttentionLaunchStats(3, 3, 2 * 4 * 2, *tf32)
     reset_attention_launch_stats()
     assert attention_launch_stats() == AttentionLaunchStats()
     assert second.launch_stats().executions == 2
@@ -247,7 +247,7 @@ def test_bindings_take_turns_with_the_tile_counters(rt: nx.CudaRuntime, case: At
         (F32, {"cuFuncSetAttribute", "cuLaunchKernel"}),
         (F16, {"cuFuncSetAttribute", "cuMemAlloc", "cuMemsetD8Async", "cuTensorMapEncodeTiled", "cuLaunchKernel"}),
     ],
-    ids=["simt", "sm90"],
+    ids=["tf32x3", "sm90"],
 )
 def test_any_failing_driver_call_leaves_everything_as_it_was(dtype: np.dtype, calls: set[str]) -> None:
     """Each driver call of a first execution is failed once: nothing is counted, and the next one works."""

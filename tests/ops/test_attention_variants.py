@@ -55,23 +55,25 @@ def test_support_gate_targets_prefill_and_common_head_dims() -> None:
 @pytest.mark.parametrize(
     ("dtype", "seq_q", "head_dim", "compute_capability", "variant", "reason"),
     [
-        (nx.float16, 2, 64, (7, 0), "tensor_core", "Float16, head_dim 64 is a multiple of 16, compute capability 7.0"),
+        (nx.float16, 2, 64, (8, 0), "tensor_core", "Float16, head_dim 64 is a multiple of 8, compute capability 8.0"),
+        (nx.bfloat16, 2, 8, (8, 6), "tensor_core", "BFloat16, head_dim 8 is a multiple of 8, compute capability 8.6"),
+        (
+            nx.bfloat16,
+            2,
+            64,
+            (10, 0),
+            "tensor_core",
+            "BFloat16, head_dim 64 is a multiple of 8, compute capability 10.0",
+        ),
         (nx.float16, 2048, 128, (9, 0), "sm90", "Float16, head_dim 128 is a multiple of 8, compute capability 9.0"),
         (nx.bfloat16, 2, 8, (9, 0), "sm90", "BFloat16, head_dim 8 is a multiple of 8, compute capability 9.0"),
-        (
-            nx.float16,
-            2,
-            16,
-            (12, 0),
-            "tensor_core",
-            "Float16, head_dim 16 is a multiple of 16, compute capability 12.0",
-        ),
-        (nx.float16, 2, 64, (6, 1), "simt", "compute capability 6.1 is below 7.0"),
-        (nx.float16, 2, 8, (8, 0), "simt", "head_dim 8 is not a multiple of 16"),
-        (nx.float16, 2, 127, (9, 0), "simt", "head_dim 127 is not a multiple of 16"),
+        (nx.float16, 2, 64, (7, 5), "simt", "compute capability 7.5 is below 8.0"),
+        (nx.float16, 2, 12, (8, 0), "simt", "head_dim 12 is not a multiple of 8"),
         (nx.bfloat16, 2, 127, (9, 0), "simt", "head_dim 127 is not a multiple of 8"),
-        (nx.bfloat16, 2, 64, (8, 0), "simt", "there is no tensor-core variant for BFloat16 on compute capability 8.0"),
-        (nx.float32, 2, 64, (9, 0), "simt", "there is no tensor-core variant for Float32"),
+        (nx.float32, 2, 64, (8, 0), "tf32x3", "Float32, head_dim 64 is a multiple of 8, compute capability 8.0"),
+        (nx.float32, 2, 128, (9, 0), "tf32x3", "Float32, head_dim 128 is a multiple of 8, compute capability 9.0"),
+        (nx.float32, 2, 64, (7, 5), "simt", "compute capability 7.5 is below 8.0"),
+        (nx.float32, 2, 7, (9, 0), "simt", "head_dim 7 is not a multiple of 8"),
         (nx.float16, 1, 64, (9, 0), "decode", "seq_q is 1"),
         (nx.float32, 1, 7, (6, 1), "decode", "seq_q is 1"),
     ],
@@ -84,7 +86,7 @@ def test_choice_of_variant(
     variant: str,
     reason: str,
 ) -> None:
-    """16-bit types with a head size in eights have a Hopper kernel, f16 in sixteens one for other tensor cores; one
+    """With a head size in eights 16-bit types have a Hopper kernel and one for other tensor cores, and f32 has one; one
     row goes to the decode kernel, and the rest to SIMT."""
     geometry = replace(PLAIN, seq_q=seq_q, head_dim=head_dim)
     choice = choose_variant(dtype, geometry, compute_capability, alignment=16)
@@ -102,11 +104,11 @@ def test_choice_of_variant(
     ],
 )
 def test_what_the_hopper_kernel_does_not_serve(alignment: int, changes: dict[str, int | float], reason: str) -> None:
-    """It names what stands in the way; f16 then still has the other tensor-core kernel."""
+    """The other tensor-core kernel does, and the reason names what stood in the way."""
     geometry = replace(PLAIN, **changes)
-    choice = choose_variant(nx.bfloat16, geometry, (9, 0), alignment=alignment)
-    assert (choice.variant.value, choice.reason) == ("simt", reason)
-    assert choose_variant(nx.float16, geometry, (9, 0), alignment=alignment).variant is AttentionVariant.TENSOR_CORE
+    for dtype in (nx.float16, nx.bfloat16):
+        choice = choose_variant(dtype, geometry, (9, 0), alignment=alignment)
+        assert (choice.variant.value, choice.reason) == ("tensor_core", reason)
 
 
 def test_every_shape_that_the_gate_passes_has_a_prefill_variant() -> None:
@@ -220,9 +222,10 @@ def config_of(variant: AttentionVariant, geometry: AttentionGeometry, max_grid_d
 
 
 def test_grid_covers_every_plane_and_tile() -> None:
-    """64 query rows a block in prefill, one plane a block in decode; on Hopper a block a multiprocessor."""
-    for variant in (AttentionVariant.SIMT, AttentionVariant.TENSOR_CORE):
+    """64 or 128 query rows a block in prefill, one plane a block in decode; on Hopper a block a multiprocessor."""
+    for variant in (AttentionVariant.SIMT, AttentionVariant.TF32X3):
         assert config_of(variant, PLAIN).grid == (2 * 6 * 2, 1, 1)
+    assert config_of(AttentionVariant.TENSOR_CORE, PLAIN).grid == (2 * 6, 1, 1)
     assert config_of(AttentionVariant.SM90, PLAIN).grid == (2 * 6, 1, 1)
     assert config_of(AttentionVariant.SM90, replace(PLAIN, batch=100)).grid == (132, 1, 1)
     assert config_of(AttentionVariant.DECODE, replace(PLAIN, seq_q=1)).grid == (12, 1, 1)
@@ -303,6 +306,8 @@ def test_shapes_share_a_specialisation() -> None:
         (AttentionVariant.SIMT, nx.float16, "flash_attention_f16"),
         (AttentionVariant.SIMT, nx.bfloat16, "flash_attention_bf16"),
         (AttentionVariant.TENSOR_CORE, nx.float16, "flash_attention_f16_tc"),
+        (AttentionVariant.TENSOR_CORE, nx.bfloat16, "flash_attention_bf16_tc"),
+        (AttentionVariant.TF32X3, nx.float32, "flash_attention_f32_tf32x3"),
         (AttentionVariant.SM90, nx.bfloat16, "flash_attention_bf16_sm90"),
         (AttentionVariant.DECODE, nx.bfloat16, "attention_decode_bf16"),
     ],
@@ -316,8 +321,36 @@ def test_mask_pairs_are_read_at_once_where_they_are_aligned() -> None:
     """Rows of an odd number of keys, or an odd address, leave single elements."""
     for seq_k, mask_alignment, width in ((8, 16, "2"), (8, 4, "2"), (8, 2, "1"), (7, 16, "1")):
         geometry = replace(PLAIN, has_mask=True, seq_k=seq_k)
-        spec = attention_spec(AttentionVariant.SM90, nx.float16, geometry, alignment=16, mask_alignment=mask_alignment)
-        assert dict(spec.macros)["MASK_WIDTH"] == width
+        for variant in (AttentionVariant.SM90, AttentionVariant.TENSOR_CORE):
+            spec = attention_spec(variant, nx.float16, geometry, alignment=16, mask_alignment=mask_alignment)
+            assert dict(spec.macros)["MASK_WIDTH"] == width
+
+
+@pytest.mark.parametrize(
+    ("changes", "half", "single"),
+    [
+        ({"head_dim": 64}, "64", ("32", "3")),
+        ({"head_dim": 64, "has_mask": True}, "64", ("32", "1")),
+        ({"head_dim": 128}, "64", ("32", "1")),
+        ({"head_dim": 128, "local_window": 9}, "64", ("32", "1")),
+        ({"head_dim": 128, "has_mask": True}, "32", ("16", "1")),
+        ({"head_dim": 128, "local_window": 9, "softcap": 2.0}, "32", ("16", "1")),
+        ({"head_dim": 120}, "32", ("16", "1")),
+    ],
+)
+def test_what_takes_registers_gets_smaller_blocks(
+    changes: dict[str, int | float], half: str, single: tuple[str, str]
+) -> None:
+    """Of keys, and for f32 fewer blocks a multiprocessor; shared memory follows, within the 99 KB of sm_86."""
+    geometry = replace(PLAIN, **changes)
+    for variant, dtype in ((AttentionVariant.TENSOR_CORE, nx.float16), (AttentionVariant.TF32X3, nx.float32)):
+        spec = attention_spec(variant, dtype, geometry, alignment=16, mask_alignment=16)
+        macros = dict(spec.macros)
+        if variant is AttentionVariant.TENSOR_CORE:
+            assert macros["BLOCK_KEYS"] == half
+        else:
+            assert (macros["BLOCK_KEYS"], macros["BLOCKS"]) == single
+        assert int(macros["SHARED_BYTES"]) == config_of(variant, geometry).shared_bytes <= 99 << 10
 
 
 def test_arguments_follow_the_declared_parameters() -> None:
