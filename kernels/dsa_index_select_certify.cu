@@ -250,7 +250,6 @@ __device__ __forceinline__ void for_each_group(
 }
 
 __device__ __forceinline__ void store_words(unsigned int* words, const unsigned int (&group)[kWords]) {
-    __syncwarp();  // all lanes have read what is replaced
     if (threadIdx.x % kWarpSize == 0) {
         *reinterpret_cast<uint4*>(words) = make_uint4(group[0], group[1], group[2], group[3]);
     }
@@ -665,6 +664,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                         in[i] = group[i] & __ballot_sync(kFullWarp, is_regular && range.lower > between.upper);
                         band[i] = group[i] & ~in[i] & ~__ballot_sync(kFullWarp, is_out);
                     }
+                    __syncwarp();  // all lanes have read the words that are replaced
                     store_words(&smem.in[w], in);
                     store_words(&smem.band[w], band);
                 });
