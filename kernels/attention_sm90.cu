@@ -780,7 +780,8 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             check_place.advance();
             return found[0] | found[1] | found[2];
         };
-        // The product with the values of `block` is done: release their stage, and add what the checkers removed.
+        // The product with the values of `block` is done: release their stage, and add what the checkers removed. Each
+        // warp releases for itself: one that has yet to wait for the checkers must not find them two phases on.
         // The product of a tile's first block, which starts the sums, does not wait for them, and is made again where
         // they removed something.
         const auto finish_values = [&](unsigned int found) {
@@ -792,7 +793,7 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
                     pin(sums);
                 }
             }
-            if (is_elected) mbarrier_arrive(smem.v_empty[v_place.stage]);
+            if (lane == 0) mbarrier_arrive(smem.v_empty[v_place.stage]);
             v_place.advance();
             if ((found & kMayBeSeen) == 0) return;
             const long long plane = tile.plane / params.group;
@@ -930,7 +931,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
         }
         for (int i = 0; i < kValueStages; ++i) {
             mbarrier_init(smem.v_full[i], 1);
-            mbarrier_init(smem.v_empty[i], kConsumers + kCheckers);
+            mbarrier_init(smem.v_empty[i], kConsumers * kWarpgroup / 32 + kCheckers);
             mbarrier_init(smem.checked[i], kCheckers);
         }
         fence_mbarrier_init();

@@ -18,8 +18,9 @@ if ((workers > 1)); then side_by_side=(-n "$workers" --dist worksteal); fi
 
 half() { # name, pytest arguments
   local log=$logs/$1.log
-  if python3 -m pytest -q -p no:cacheprovider -p no:benchmark --record tests/gpu "${@:2}" >"$log" 2>&1; then
-    echo "$1: $(grep -E '^[0-9]+ passed' "$log")"
+  if python3 -m pytest -v -p no:cacheprovider -p no:benchmark -o faulthandler_timeout=60 --record tests/gpu "${@:2}" \
+    >"$log" 2>&1; then
+    echo "$1: $(grep -oE '[0-9]+ passed.*[0-9]s' "$log")"
   else
     echo "$1: NOT GREEN, see $log"
     grep -E '^(FAILED|ERROR)|(passed|failed).* in ' "$log"

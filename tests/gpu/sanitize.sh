@@ -22,10 +22,10 @@ check() { # tool, name, workers, pytest arguments
   local tool=$1 name=$2 log=$logs/$1-$2.log status errors side_by_side=()
   if (($3 > 1)); then side_by_side=(-n "$3" --dist worksteal); fi
   compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no --target-processes all \
-    python3 -m pytest -q -p no:cacheprovider -p no:benchmark "${side_by_side[@]}" "${@:4}" >"$log" 2>&1
+    python3 -m pytest -v -p no:cacheprovider -p no:benchmark "${side_by_side[@]}" "${@:4}" >"$log" 2>&1
   status=$?
   errors=$(grep -E '^=+ (ERROR|RACECHECK) SUMMARY' "$log")
-  echo "$tool $name: $(grep -E '^[0-9]+ (passed|failed)' "$log"); ${errors#========= }"
+  echo "$tool $name: $(grep -oE '[0-9]+ (passed|failed).*[0-9]s' "$log"); ${errors#========= }"
   if ((status != 0)) || [[ $errors != *" 0 "* ]]; then touch "$logs/failed"; fi
 }
 
