@@ -17,6 +17,7 @@
 // one, and computes the softmax under them. Consumers issue in turns, so that one has the tensor cores
 // while another has the exponential unit. The first scores of a tile are issued behind the last values of
 // the tile before, so the tensor cores do not drain between tiles.
+// tests/ops/test_attention_sm90_barriers.py is a model of the barriers.
 //
 // A row's weights are measured from a maximum that it has seen, which need not be its latest: the origin moves
 // when a score exceeds it by more than the headroom of the type. Most blocks then need neither the maximum of
