@@ -566,6 +566,10 @@ class CudaRuntime:
         """
         return self._modules.find(spec) or self._modules.load(spec)
 
+    def find_function(self, spec: KernelSpec) -> LoadedFunction | None:
+        """The kernel of a specialisation if it is loaded; compiles and loads nothing."""
+        return self._modules.find(spec)
+
     def nvrtc_function(
         self,
         module: str,

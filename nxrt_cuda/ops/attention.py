@@ -46,7 +46,9 @@ tiles, which every launch leaves at zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nxrt_cuda.capture import DeviceGraphResource
@@ -76,6 +78,7 @@ from nxrt_cuda.ops.attention_variants import (
     lowest_bit,
 )
 from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
+from nxrt_cuda.ops.loading import NotLoaded, loaded, loading
 from nxrt_cuda.ops.operands import check_memory
 from nxrt_cuda.ops.plan_cache import PlanCache
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
@@ -187,7 +190,10 @@ class AttentionKernel(Kernel):
         operands = [*inputs, *outputs]
         tally = self._last.again(operands) if len(outputs) == 1 else None
         if tally is None:
-            tally = self._execute(inputs, outputs, operands)
+            with suppress(NotLoaded):
+                tally = self._execute(inputs, outputs, operands)
+        if tally is None:
+            tally = loading(self._runtime, partial(self._execute, inputs, outputs, operands))
         if self._ledger.last is not tally or _process_ledger.last is not tally:
             self._ledger.executed(tally)
 
@@ -277,8 +283,8 @@ class AttentionKernel(Kernel):
         if config.is_empty:
             return _Plan(self._ledger.open(choice, ()), None)
         runtime.require_nvrtc_half_headers(op)
-        function = runtime.function(
-            attention_spec(variant, dtype, geometry, alignment=alignment, mask_alignment=mask_alignment)
+        function = loaded(
+            runtime, attention_spec(variant, dtype, geometry, alignment=alignment, mask_alignment=mask_alignment)
         )
         arguments = launch_arguments(variant, geometry, l2_cache_bytes=capabilities.l2_cache_bytes)
         prepared = runtime.prepare(function, config, *arguments, op=op)

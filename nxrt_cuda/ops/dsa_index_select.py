@@ -34,7 +34,9 @@ capture to the last replay, and grows only outside captures. Nothing synchronise
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nxrt_cuda.capture import DeviceGraphResource
@@ -55,6 +57,7 @@ from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, c
 from nxrt_cuda.ops.dsa_plan import Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
 from nxrt_cuda.ops.dsa_variants import ACCESS_BYTES, ELEMENT_TYPES
 from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
+from nxrt_cuda.ops.loading import NotLoaded, loading
 from nxrt_cuda.ops.operands import check_memory, operand_label
 from nxrt_cuda.ops.plan_cache import PlanCache
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
@@ -194,7 +197,10 @@ class DsaIndexSelectKernel(Kernel):
         operands = [*inputs, *outputs]
         tally = self._last.again(operands) if len(outputs) == 1 else None
         if tally is None:
-            tally = self._execute(inputs, outputs, operands)
+            with suppress(NotLoaded):
+                tally = self._execute(inputs, outputs, operands)
+        if tally is None:
+            tally = loading(self._runtime, partial(self._execute, inputs, outputs, operands))
         if self._launches.last is not tally or _process_launches.last is not tally:
             self._launches.executed(tally)
 
@@ -229,7 +235,8 @@ class DsaIndexSelectKernel(Kernel):
         layout = aligned, (query.metadata, key.metadata, weights.metadata, bias.metadata, out.metadata)
         plan = self._plans.find(layout)
         if plan is None:
-            plan, slot = self._plan(self._check_metadata(layout[1]), query.dtype, aligned)
+            plan = self._plan(self._check_metadata(layout[1]), query.dtype, aligned)
+            slot = self._workspace.candidate(plan.nbytes)
             plan.tally = self._launches.open(plan.choice, plan.score_grids, plan.selection_grids)
             self._plans.keep(layout, plan)
         else:
@@ -307,8 +314,8 @@ class DsaIndexSelectKernel(Kernel):
             )
         return dims
 
-    def _plan(self, dims: Dims, dtype: DataType, aligned: bool) -> tuple[Plan, WorkspaceSlot]:
-        """Find room, load the kernels, pack their arguments but for addresses; an empty tensor makes an empty grid."""
+    def _plan(self, dims: Dims, dtype: DataType, aligned: bool) -> Plan:
+        """Pack the arguments of the kernels but for addresses; an empty tensor makes an empty grid."""
         runtime, attributes, options, limit = self._runtime, self._attributes, self._options, self._max_grid_x
         runtime.require_nvrtc_half_headers(OP)
         capability = runtime.capabilities.compute_capability
@@ -319,15 +326,11 @@ class DsaIndexSelectKernel(Kernel):
         )
         if reason is not None:
             strict = WorkspaceLayout.of(dims)
-            slot = self._workspace.candidate(strict.nbytes)
-            return StrictPlan(runtime, dims, dtype, attributes, strict, reason, aligned=aligned, max_grid_x=limit), slot
+            return StrictPlan(runtime, dims, dtype, attributes, strict, reason, aligned=aligned, max_grid_x=limit)
         certified = dsa_certified.CertifiedLayout.of(dims, dtype, options.workspace_bytes)
-        slot = self._workspace.candidate(certified.nbytes)
         if self._counters is None:
             self._counters = runtime.zeros((2,), uint64)
-        return CertifiedPlan(
-            runtime, dims, dtype, attributes, certified, max_grid_x=limit, counters=self._counters
-        ), slot
+        return CertifiedPlan(runtime, dims, dtype, attributes, certified, max_grid_x=limit, counters=self._counters)
 
 
 class DsaIndexSelectFactory(KernelFactory):

@@ -21,6 +21,7 @@ from nxrt_cuda.ops import dsa_certified as certified
 from nxrt_cuda.ops import dsa_variants as strict
 from nxrt_cuda.ops.dsa_geometry import OP, Dims, WorkspaceLayout
 from nxrt_cuda.ops.launch_ledger import Tally
+from nxrt_cuda.ops.loading import loaded
 from nxrt_cuda.tensor import TensorMut
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ class StrictPlan(Plan):
         self._layout = layout
         self.nbytes = layout.nbytes
         tile = strict.choose_tile(dims)
-        score = runtime.function(strict.score_spec(dtype, tile, dims.head_dim, aligned=aligned))
-        select = runtime.function(strict.select_spec(dims))
+        score = loaded(runtime, strict.score_spec(dtype, tile, dims.head_dim, aligned=aligned))
+        select = loaded(runtime, strict.select_spec(dims))
         top_k, scale, weights_scale = attributes
         self._score = runtime.prepare(
             score,
@@ -253,11 +254,11 @@ class _ChunkLaunches:
         self.score: PreparedLaunch | None = None
         if dims.key_seq > attributes.top_k:
             if certified.parts(dtype) > 1:
-                function = runtime.function(certified.split_spec(dims.head_dim))
+                function = loaded(runtime, certified.split_spec(dims.head_dim))
                 config = certified.split_config(function.spec, dims, chunk, processors, max_grid_x)
                 vectors = (chunk.rows * dims.heads, chunk.batch * dims.key_seq)
                 self.split = runtime.prepare(function, config, *_unbound(function.spec), *vectors, op=OP)
-            function = runtime.function(certified.score_spec(dtype, dims))
+            function = loaded(runtime, certified.score_spec(dtype, dims))
             config = certified.score_config(function.spec, dims, dtype, chunk, processors, max_grid_x)
             maps = (bytes(128), bytes(128))
             norms = certified.norm_weights(dtype, dims.heads, dims.head_dim)
@@ -270,7 +271,7 @@ class _ChunkLaunches:
                 op=OP,
             )
         if certified.uses_prepare(dims, chunk, processors):
-            function = runtime.function(certified.prepare_spec(dtype, dims))
+            function = loaded(runtime, certified.prepare_spec(dtype, dims))
             config = certified.prepare_config(function.spec, dims, chunk, max_grid_x)
             top_k = attributes.top_k
             self.prepare = runtime.prepare(function, config, *_unbound(function.spec), *extents, top_k, op=OP)
@@ -280,7 +281,7 @@ class _ChunkLaunches:
             *_if(self.prepare, layout.allowed_offset, layout.rows_offset, layout.tiles_offset),
             *_if(self.split, layout.query_parts_offset, layout.key_parts_offset),
         )
-        function = runtime.function(certified.certify_spec(dtype, dims, chunk.rows, processors))
+        function = loaded(runtime, certified.certify_spec(dtype, dims, chunk.rows, processors))
         config, block_keys = certified.certify_config(function.spec, dims, chunk.rows, max_grid_x)
         self.certify = runtime.prepare(
             function,
