@@ -46,9 +46,7 @@ tiles, which every launch leaves at zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nxrt_cuda.capture import DeviceGraphResource
@@ -56,12 +54,10 @@ from nxrt_cuda.dtype import DataType, float32, int32, uint32
 from nxrt_cuda.errors import KernelError, UnsupportedError
 from nxrt_cuda.kernel import (
     CaptureSupport,
-    Kernel,
     KernelFactory,
     WorkspaceRequirement,
     register,
 )
-from nxrt_cuda.last_execution import LastExecution
 from nxrt_cuda.launch import KernelSpec, PlacedMap, PreparedLaunch
 from nxrt_cuda.node import Node
 from nxrt_cuda.ops import attention_sm90 as sm90
@@ -78,8 +74,8 @@ from nxrt_cuda.ops.attention_variants import (
     lowest_bit,
 )
 from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
-from nxrt_cuda.ops.loading import NotLoaded, loaded, loading
 from nxrt_cuda.ops.operands import check_memory
+from nxrt_cuda.ops.operator_kernel import OperatorKernel, loaded
 from nxrt_cuda.ops.plan_cache import PlanCache
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
@@ -162,40 +158,17 @@ class _Plan:
     maps: tuple[tuple[PlacedMap, int], ...] = ()
 
 
-class AttentionKernel(Kernel):
-    """One attention node on one runtime.
-
-    Any thread may execute it; executions of one object are ordered by the runtime's lock.
-    """
+class AttentionKernel(OperatorKernel[VariantChoice]):
+    """One attention node on one runtime; made by :class:`AttentionFactory`."""
 
     def __init__(self, runtime: CudaRuntime, attributes: AttentionAttributes) -> None:
-        self._runtime = runtime
+        super().__init__(runtime, _process_ledger)
         self._attributes = attributes
         self._plans: PlanCache[tuple[object, ...], _Plan] = PlanCache()
-        self._ledger = LaunchLedger(kinds=1, parent=_process_ledger)
-        self._last: LastExecution[Tally[VariantChoice]] = runtime.last_execution()
         self._workspace = Workspace(runtime, attributes.op, _process_workspaces)
         self._capture_error_ptr = runtime.capture_error_ptr
         self._counter = 0
         self._warmed = False
-
-    def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
-        """Enqueue attention on the compute stream; see the module's docstring for the operands.
-
-        Raises:
-            KernelError: an operand is not what the operator takes; nothing was launched or counted.
-            UnsupportedError: the dtype or head_dim is not served.
-            CaptureError: the kernel for these operands is not compiled yet, and a capture is open.
-        """
-        operands = [*inputs, *outputs]
-        tally = self._last.again(operands) if len(outputs) == 1 else None
-        if tally is None:
-            with suppress(NotLoaded):
-                tally = self._execute(inputs, outputs, operands)
-        if tally is None:
-            tally = loading(self._runtime, partial(self._execute, inputs, outputs, operands))
-        if self._ledger.last is not tally or _process_ledger.last is not tally:
-            self._ledger.executed(tally)
 
     def _execute(
         self,
@@ -203,7 +176,6 @@ class AttentionKernel(Kernel):
         outputs: Sequence[TensorMut],
         operands: list[TensorView | None],
     ) -> Tally[VariantChoice]:
-        """:meth:`execute` with other operands than the last time."""
         runtime = self._runtime
         with runtime.exclusive():
             plan, counters = self._bind(inputs, outputs)

@@ -34,9 +34,7 @@ capture to the last replay, and grows only outside captures. Nothing synchronise
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nxrt_cuda.capture import DeviceGraphResource
@@ -44,12 +42,10 @@ from nxrt_cuda.dtype import DataType, float32, int64, uint64
 from nxrt_cuda.errors import KernelError, UnsupportedError
 from nxrt_cuda.kernel import (
     CaptureSupport,
-    Kernel,
     KernelFactory,
     WorkspaceRequirement,
     register,
 )
-from nxrt_cuda.last_execution import LastExecution
 from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.node import Node
 from nxrt_cuda.ops import dsa_certified, dsa_variants
@@ -57,8 +53,8 @@ from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, c
 from nxrt_cuda.ops.dsa_plan import Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
 from nxrt_cuda.ops.dsa_variants import ACCESS_BYTES, ELEMENT_TYPES
 from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
-from nxrt_cuda.ops.loading import NotLoaded, loading
 from nxrt_cuda.ops.operands import check_memory, operand_label
+from nxrt_cuda.ops.operator_kernel import OperatorKernel
 from nxrt_cuda.ops.plan_cache import PlanCache
 from nxrt_cuda.stats import StatsTable, WorkspaceLedger, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
@@ -172,37 +168,18 @@ _PlanKey = tuple[bool, tuple[TensorMetadata, ...]]
 """Whether query and key allow the widest access, and the metadata of inputs and output."""
 
 
-class DsaIndexSelectKernel(Kernel):
+class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
     """One DsaIndexSelect node on one runtime; made by :class:`DsaIndexSelectFactory`."""
 
     def __init__(self, runtime: CudaRuntime, attributes: Attributes, options: Options, max_grid_x: int) -> None:
-        self._runtime = runtime
+        super().__init__(runtime, _process_launches)
         self._attributes = attributes
         self._options = options
         self._max_grid_x = max_grid_x
         self._workspace = Workspace(runtime, OP, _process_workspaces)
-        self._launches = LaunchLedger(kinds=2, parent=_process_launches)
         self._plans: PlanCache[_PlanKey, Plan] = PlanCache()
-        self._last: LastExecution[Tally[DsaChoice]] = runtime.last_execution()
         self._counters: TensorMut | None = None
         self._warmed = False
-
-    def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
-        """Enqueue the operator; the module's docstring describes the operands.
-
-        Raises:
-            KernelError: an operand is not what the operator takes; nothing was launched, counted or grown.
-            CaptureError: a capture is open, and the shape was not warmed before it.
-        """
-        operands = [*inputs, *outputs]
-        tally = self._last.again(operands) if len(outputs) == 1 else None
-        if tally is None:
-            with suppress(NotLoaded):
-                tally = self._execute(inputs, outputs, operands)
-        if tally is None:
-            tally = loading(self._runtime, partial(self._execute, inputs, outputs, operands))
-        if self._launches.last is not tally or _process_launches.last is not tally:
-            self._launches.executed(tally)
 
     def _execute(
         self,
@@ -210,7 +187,6 @@ class DsaIndexSelectKernel(Kernel):
         outputs: Sequence[TensorMut],
         operands: list[TensorView | None],
     ) -> Tally[DsaChoice]:
-        """:meth:`execute` with other operands than the last time."""
         runtime = self._runtime
         with runtime.exclusive():
             plan, slot = self._bind(inputs, outputs)
@@ -237,7 +213,7 @@ class DsaIndexSelectKernel(Kernel):
         if plan is None:
             plan = self._plan(self._check_metadata(layout[1]), query.dtype, aligned)
             slot = self._workspace.candidate(plan.nbytes)
-            plan.tally = self._launches.open(plan.choice, plan.score_grids, plan.selection_grids)
+            plan.tally = self._ledger.open(plan.choice, plan.score_grids, plan.selection_grids)
             self._plans.keep(layout, plan)
         else:
             slot = self._workspace.candidate(plan.nbytes)
@@ -272,7 +248,7 @@ class DsaIndexSelectKernel(Kernel):
         return (*self._workspace.device_graph_resources(), *counted)
 
     def launch_stats(self) -> DsaLaunchStats:
-        return _stats(self._launches)
+        return _stats(self._ledger)
 
     def workspace_stats(self) -> WorkspaceStats:
         return self._workspace.stats()
@@ -287,7 +263,7 @@ class DsaIndexSelectKernel(Kernel):
     @property
     def choice(self) -> DsaChoice | None:
         """The variant that served the last execution, and why; None before the first."""
-        return None if self._launches.last is None else self._launches.last.choice
+        return None if self._ledger.last is None else self._ledger.last.choice
 
     def _check_metadata(self, metadata: tuple[TensorMetadata, ...]) -> Dims:
         *inputs, output = metadata

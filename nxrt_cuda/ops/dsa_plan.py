@@ -21,7 +21,7 @@ from nxrt_cuda.ops import dsa_certified as certified
 from nxrt_cuda.ops import dsa_variants as strict
 from nxrt_cuda.ops.dsa_geometry import OP, Dims, WorkspaceLayout
 from nxrt_cuda.ops.launch_ledger import Tally
-from nxrt_cuda.ops.loading import loaded
+from nxrt_cuda.ops.operator_kernel import loaded
 from nxrt_cuda.tensor import TensorMut
 
 if TYPE_CHECKING:

@@ -54,10 +54,12 @@ class LaunchLedger(Generic[Choice]):
         parent: the ledger of the whole process.
 
     Attributes:
+        kinds: as given.
         last: of the latest execution; None before the first.
     """
 
     def __init__(self, kinds: int, parent: LaunchLedger[Choice] | None = None) -> None:
+        self.kinds = kinds
         self.last: Tally[Choice] | None = None
         self._parent = parent
         self._lock = threading.Lock()

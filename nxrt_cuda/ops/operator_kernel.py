@@ -1,0 +1,91 @@
+"""What an execution is around the launches of its operator: repeated, compiled for, and counted."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from nxrt_cuda.kernel import Kernel
+from nxrt_cuda.launch import KernelSpec
+from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
+from nxrt_cuda.tensor import TensorMut, TensorView
+
+if TYPE_CHECKING:
+    from nxrt_cuda.last_execution import LastExecution
+    from nxrt_cuda.modules import LoadedFunction
+    from nxrt_cuda.runtime import CudaRuntime
+
+__all__ = ["OperatorKernel", "loaded"]
+
+Choice = TypeVar("Choice")
+
+
+class _NotLoaded(Exception):
+    """A kernel is missing."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        super().__init__(spec.label)
+        self.spec = spec
+
+
+def loaded(runtime: CudaRuntime, spec: KernelSpec) -> LoadedFunction:
+    """The kernel of a specialisation, within an execution; one that is not loaded ends this attempt at it."""
+    function = runtime.find_function(spec)
+    if function is None:
+        raise _NotLoaded(spec)
+    return function
+
+
+class OperatorKernel(Kernel, Generic[Choice]):
+    """A node of one of this package's operators on one runtime.
+
+    Any thread may execute it; executions of one object are ordered by the runtime's lock.
+
+    Args:
+        runtime: where to run.
+        process_ledger: counts the executions of all of the operator's objects.
+    """
+
+    def __init__(self, runtime: CudaRuntime, process_ledger: LaunchLedger[Choice]) -> None:
+        self._runtime = runtime
+        self._process_ledger = process_ledger
+        self._ledger = LaunchLedger(process_ledger.kinds, process_ledger)
+        self._last: LastExecution[Tally[Choice]] = runtime.last_execution()
+
+    def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
+        """Enqueue the operator on the compute stream; the docstring of its module describes the operands.
+
+        Raises:
+            KernelError: an operand is not what the operator takes; nothing was launched, counted or grown.
+            UnsupportedError: no kernel serves the operands, or the headers that theirs needs are missing.
+            CaptureError: a capture is open, and the shape was not warmed before it.
+            CompileError: a kernel does not compile.
+        """
+        operands = [*inputs, *outputs]
+        tally = self._last.again(operands) if len(outputs) == 1 else None
+        if tally is None:
+            functions = []  # the module cache alone need not keep what nothing refers to yet
+            while True:
+                try:
+                    tally = self._execute(inputs, outputs, operands)
+                    break
+                except _NotLoaded as missing:
+                    spec = missing.spec
+                # A compile takes seconds; other threads work meanwhile.
+                functions.append(self._runtime.function(spec))
+        if self._ledger.last is not tally or self._process_ledger.last is not tally:
+            self._ledger.executed(tally)
+
+    @abstractmethod
+    def _execute(
+        self,
+        inputs: Sequence[TensorView | None],
+        outputs: Sequence[TensorMut],
+        operands: list[TensorView | None],
+    ) -> Tally[Choice]:
+        """:meth:`execute` with other operands than the last time, which are the inputs, then the outputs.
+
+        It asks :func:`loaded` for its kernels before it launches, counts or takes a workspace: where one is missing,
+        all is done again.
+        """
