@@ -26,9 +26,10 @@ needs_weights = pytest.mark.skipif(
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run Python on ``command`` in an empty-handed process that can import this checkout."""
+    """Run Python on ``command`` in a process that can import this checkout, and is no worker of this test run."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**inherited, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(
         [sys.executable, *command],
         check=False,

@@ -13,6 +13,8 @@ mkdir -p "$logs"
 cache=$(mktemp -d)
 trap 'rm -rf "$cache"' EXIT
 export NXRT_REQUIRE_CUDA=1 NXRT_TEST_CACHE_DIR=${NXRT_TEST_CACHE_DIR:-$cache}
+# The oracles multiply small matrices: threads of many workers' BLAS, spinning, slow them tenfold and more.
+export OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 side_by_side=()
 if ((workers > 1)); then side_by_side=(-n "$workers" --dist worksteal); fi
 

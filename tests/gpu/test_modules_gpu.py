@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +14,6 @@ from nxrt_cuda.compile import NvrtcCompiler
 from nxrt_cuda.driver.cuda import CudaDriver
 from nxrt_cuda.modules import ModuleCache
 from nxrt_cuda.nvrtc import load_nvrtc
-from tests.small_kernels import ADD_ONE, SLOW
 from tests.test_kernel_sources import SPECS
 
 EVERY_KIND = (
@@ -105,26 +103,6 @@ def test_every_operator_kernel_loads_as_declared(rt: nx.CudaRuntime) -> None:
         assert [param.size for param in info] == [param.size for param in spec.layout], spec.label
         if all(param.kind != "tensor_map" for param in spec.params):  # those lie where the compiler puts them
             assert info == spec.layout, spec.label
-
-
-def test_a_module_is_unloaded_behind_the_work_of_its_kernel(
-    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its last launch is under way when nothing refers to the kernel any more; it runs to its end."""
-    monkeypatch.setattr(rt._modules, "_kept", deque(maxlen=0))
-    x = rt.zeros((4,), nx.float32)
-    for milliseconds in (1, 300):
-        slow, add_one = SLOW.prepare(rt, 1, milliseconds), ADD_ONE.prepare(rt, 4, x, 4)
-        for launch in (add_one, slow, add_one):  # a first launch, which loads, may wait for running kernels
-            rt.launch(launch)
-        del slow, add_one, launch
-        rt.alloc_raw(1)
-    assert rt._modules.stats().unloaded < 4
-    rt.synchronize()
-    for _ in range(2):
-        rt.alloc_raw(1)
-    assert rt._modules.stats().unloaded == 4
-    assert x.numpy().tolist() == [4] * 4
 
 
 def test_eight_threads_load_one_kernel_once(rt: nx.CudaRuntime) -> None:
