@@ -219,6 +219,17 @@ __device__ __forceinline__ void produce(Smem& smem, const Params& params, const 
     for (int consumer = 0; consumer < kConsumers; ++consumer) mbarrier_arrive(smem.q_full[q_place.stage][consumer]);
 }
 
+// The tile in a mailbox. Lane 0 reads it for its warp: what one lane has read it may give back without waiting for the
+// others, and what it hands around is the same in every lane for the compiler too.
+__device__ __forceinline__ Tile read_tile(const Tile& mailbox) {
+    constexpr int kWords = sizeof(Tile) / sizeof(unsigned int);
+    const auto* const from = reinterpret_cast<const unsigned int*>(&mailbox);
+    alignas(Tile) unsigned int words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = __shfl_sync(kFullWarp, threadIdx.x % 32 == 0 ? from[i] : 0, 0);
+    return reinterpret_cast<const Tile&>(words);
+}
+
 // ---- checkers --------------------------------------------------------------------------------------------
 
 // A word of two elements: the signs of those that are not finite.
@@ -277,8 +288,7 @@ __device__ __forceinline__ void check(Smem& smem, const Params& params) {
     RingPlace<kValueStages> check_place;
     while (true) {
         mbarrier_wait(smem.q_full[q_place.stage][0], q_place.parity);
-        const Tile tile = smem.tiles[q_place.stage];
-        __syncwarp();
+        const Tile tile = read_tile(smem.tiles[q_place.stage]);
         if (is_elected) mbarrier_arrive(smem.q_empty[q_place.stage]);
         q_place.advance();
         if (tile.plane < 0) return;
@@ -630,14 +640,6 @@ __device__ __forceinline__ void write_output(Element (&output)[kSlabs][kRows][kS
     }
 }
 
-// The tile in a mailbox, the same in every lane for the compiler too.
-__device__ __forceinline__ Tile read_tile(const Tile& mailbox) {
-    const Tile tile = mailbox;
-    const auto uniform = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
-    return {uniform(tile.plane),      uniform(tile.first),    uniform(tile.last_block), uniform(tile.blocks),
-            uniform(tile.full_begin), uniform(tile.full_end), tile.lengths};
-}
-
 __device__ __forceinline__ void consume(Smem& smem, const Params& params, const TensorMap& output_map, int consumer) {
     const bool is_elected = threadIdx.x % kWarpgroup == 0;
     const int lane = threadIdx.x % 32;
@@ -711,8 +713,8 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         weigh_first(scores, state, scale.log2);
         pack_weights(weights, scores);
 
-        // The store of the tile before has long read its buffer.
-        if (is_elected && stored_stage >= 0) {
+        // The store of the tile before has long read its buffer; it was issued by one of the warps.
+        if (lane == 0 && stored_stage >= 0) {
             tma_store_wait_read();
             mbarrier_arrive(smem.q_empty[stored_stage]);
         }
@@ -722,7 +724,8 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             mbarrier_wait(smem.checked[check_place.stage], check_place.parity);
             const unsigned int* const found = smem.found[check_place.stage];
             check_place.advance();
-            return found[0] | found[1] | found[2];
+            // Lane 0 reads for its warp what it then gives back.
+            return __shfl_sync(kFullWarp, lane == 0 ? found[0] | found[1] | found[2] : 0, 0);
         };
         // The product with the values of `block` is done: release their stage, and add what the checkers removed. Each
         // warp releases for itself: one that has yet to wait for the checkers must not find them two phases on.
@@ -867,7 +870,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
         prefetch_tensormap(output_map);
         for (int i = 0; i < kQueryStages; ++i) {
             for (int consumer = 0; consumer < kConsumers; ++consumer) mbarrier_init(smem.q_full[i][consumer], 1);
-            mbarrier_init(smem.q_empty[i], kConsumers + kCheckers);
+            mbarrier_init(smem.q_empty[i], kConsumers * kWarpgroup / 32 + kCheckers);
         }
         for (int i = 0; i < kKeyStages; ++i) {
             mbarrier_init(smem.k_full[i], 1);

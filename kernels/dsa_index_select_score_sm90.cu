@@ -56,7 +56,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;
 constexpr int kThreads = THREADS;
 static_assert(kThreads == (1 + kConsumers) * kWarpgroup, "a producer and the consumers");
-constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
+constexpr int kConsumerThreads = kConsumers * kWarpgroup;  // each gives back the stages that it has read
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = 224;
 
@@ -523,15 +523,11 @@ struct Places {
     }
 };
 
-__device__ __forceinline__ void give_back(Barrier& empty) {
-    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(empty);
-}
-
 // Everything that reads the stages of a tile is done; its keys are given back once the next tile has others.
 __device__ __forceinline__ Ready release(Smem& smem, const Ready& done, Places& places) {
-    give_back(smem.empty_query[done.query_stage]);
+    mbarrier_arrive(smem.empty_query[done.query_stage]);
     const Ready next = places.next(smem);
-    if (next.has_new_keys) give_back(smem.empty_key[done.key_stage]);
+    if (next.has_new_keys) mbarrier_arrive(smem.empty_key[done.key_stage]);
     return next;
 }
 
@@ -587,13 +583,13 @@ __device__ __forceinline__ void consume(Smem& smem, const Problem& problem) {
         }
         if (second.has_new_keys) {
             wgmma_wait<0>();
-            give_back(smem.empty_key[ready.key_stage]);
+            mbarrier_arrive(smem.empty_key[ready.key_stage]);
             places.await_keys(smem, second);
         }
         start_dots(low, smem.keys[second.key_stage], low_key, smem.queries[second.query_stage]);
         if (second.has_new_keys) store_norms(smem.keys[second.key_stage], problem, second.tile);
         wgmma_wait<1>();
-        give_back(smem.empty_query[ready.query_stage]);
+        mbarrier_arrive(smem.empty_query[ready.query_stage]);
         store_scores(high, weights, high_bias, problem, ready.tile, high_key);
         start_dots(high, smem.keys[second.key_stage], high_key, smem.queries[second.query_stage]);
         read_weights(weights, smem, second.query_stage);
@@ -624,11 +620,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_score
         prefetch_tensormap(key_map);
         for (int i = 0; i < kQueryStages; ++i) {
             mbarrier_init(smem.full_query[i], 1 + 32);  // the bytes, and each lane's weights
-            mbarrier_init(smem.empty_query[i], kConsumerWarps);
+            mbarrier_init(smem.empty_query[i], kConsumerThreads);
         }
         for (int i = 0; i < kKeyStages; ++i) {
             mbarrier_init(smem.full_key[i], 1);
-            mbarrier_init(smem.empty_key[i], kConsumerWarps);
+            mbarrier_init(smem.empty_key[i], kConsumerThreads);
         }
         fence_mbarrier_init();
     }

@@ -105,7 +105,7 @@ class Kernel:
     def __post_init__(self) -> None:
         shape = self.shape
         self.q_full = [barriers(shape.consumers, 1) for _ in range(shape.query_stages)]
-        self.q_empty = barriers(shape.query_stages, shape.consumers + CHECKERS)
+        self.q_empty = barriers(shape.query_stages, shape.consumers * WARPS + CHECKERS)
         self.k_full, self.k_empty = barriers(shape.key_stages, 1), barriers(shape.key_stages, shape.consumers)
         self.v_full = barriers(shape.value_stages, 1)
         self.v_empty = barriers(shape.value_stages, shape.consumers * self.releasing + CHECKERS)
@@ -186,7 +186,7 @@ class Kernel:
         k = k.next()
         stored: int | None = None
         while tile is not None:
-            if is_elected and stored is not None:
+            if stored is not None:
                 self.q_empty[stored].arrive()
             next_q = q.next()
             last = len(tile.partial) - 1
