@@ -258,7 +258,7 @@ class _Gate:
 
     __enter__ = acquire
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._lock.release()
 
     def _begin_turn(self) -> None:

@@ -80,18 +80,19 @@ class _Memory(ABC):
 
     Attributes:
         runtime: the runtime whose driver knows the memory.
+        usable_in: the same until the memory is freed by hand, then None: one question for who launches.
         ptr: the device address.
         nbytes: how many bytes may be addressed from there.
         pins: names of the live graphs and exports that refer to the memory.
     """
 
-    __slots__ = ("__weakref__", "_held", "_memory", "nbytes", "pins", "ptr", "runtime")
+    __slots__ = ("__weakref__", "_held", "_memory", "nbytes", "pins", "ptr", "runtime", "usable_in")
     _kind: ClassVar[str]
 
     def __init__(self, memory: DeviceMemory, ptr: int, nbytes: int, held: Any) -> None:
         self._memory = memory
         self._held = held
-        self.runtime = memory.runtime
+        self.runtime = self.usable_in = memory.runtime
         self.ptr = ptr
         self.nbytes = nbytes
         self.pins: list[str] = []
@@ -119,7 +120,7 @@ class _Memory(ABC):
             # Asked again: another thread may have freed it while this one waited.
             if not self.is_freed:
                 self._give_back(self._held)
-                self._held = None
+                self._held = self.usable_in = None
                 self._memory.session.frees += 1
 
     @property

@@ -42,6 +42,7 @@ class MemoryOwner(Protocol):
         ptr: the device address of the first byte.
         nbytes: how many bytes may be addressed from there.
         is_freed: whether the memory is gone.
+        usable_in: the runtime until the memory is freed, then None.
         pins: names of what else refers to it and must let go before it may be freed: graphs, exports.
     """
 
@@ -55,6 +56,8 @@ class MemoryOwner(Protocol):
     def nbytes(self) -> int: ...
     @property
     def is_freed(self) -> bool: ...
+    @property
+    def usable_in(self) -> Any: ...
     def free(self) -> None: ...
 
 
@@ -131,19 +134,21 @@ class TensorView:
         ptr: the device address of element 0 (0 for an empty tensor without memory).
         metadata: element type, shape and strides in elements.
         owner: keeps the memory alive.
+        end: one past the last byte that an element has.
     """
 
-    __slots__ = ("__weakref__", "metadata", "owner", "ptr")
+    __slots__ = ("__weakref__", "end", "metadata", "owner", "ptr")
 
     def __init__(self, ptr: int, metadata: TensorMetadata, owner: MemoryOwner) -> None:
         self.ptr = ptr
         self.metadata = metadata
         self.owner = owner
+        self.end = ptr + metadata.span_bytes
         if metadata.reach[0] < 0:
             raise TensorError(f"strides {metadata.strides} of shape {metadata.shape} reach before the tensor")
         if metadata.elements and ptr < owner.ptr:
             raise TensorError(f"a tensor at 0x{ptr:x} begins before its memory at 0x{owner.ptr:x}")
-        if metadata.elements and ptr + metadata.span_bytes > owner.ptr + owner.nbytes:
+        if metadata.elements and self.end > owner.ptr + owner.nbytes:
             raise TensorError(
                 f"a {metadata.dtype} tensor of shape {metadata.shape} at 0x{ptr:x} reaches past its memory, "
                 f"which ends at 0x{owner.ptr + owner.nbytes:x}"

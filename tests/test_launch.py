@@ -211,6 +211,15 @@ def test_binding_renews_the_leading_pointers() -> None:
     assert launch.arguments() == {"a": 0x1000, "b": 0x2000, "n": 3}
 
 
+def test_a_copy_is_bound_for_itself() -> None:
+    launch = packed([("a", "ptr"), ("n", "i32")], 1, 3)
+    launch.bind(0x1000)
+    twin = launch.copy()
+    twin.bind(0x2000)
+    launch.bind(0x3000)
+    assert (launch.arguments(), twin.arguments()) == ({"a": 0x3000, "n": 3}, {"a": 0x2000, "n": 3})
+
+
 def test_the_addresses_of_a_launch_are_its_pointer_arguments() -> None:
     launch = packed([("a", "ptr"), ("n", "u64"), ("b", "ptr")], 0x1000, 7, 2**63)
     launch.bind(0x3000)

@@ -94,8 +94,11 @@ __all__ = [
     "unsupported_reason",
 ]
 
-_OPERAND_NAMES = (*INPUT_NAMES, "output")
+_OPERAND_NAMES = tuple((*INPUT_NAMES[:given], "output") for given in range(len(INPUT_NAMES) + 1))
+"""By how many inputs are given."""
+
 _ABSENT = (None,) * len(INPUT_NAMES)
+_NO_ADDRESSES = (0,) * len(INPUT_NAMES)
 
 _COUNTERS = 64
 """Tile counters of a kernel object. Bindings take turns, so that launches in branches that run side by side do not
@@ -178,7 +181,7 @@ class AttentionKernel(OperatorKernel[VariantChoice]):
     ) -> Tally[VariantChoice]:
         runtime = self._runtime
         with runtime.exclusive():
-            plan, counters = self._bind(inputs, outputs)
+            plan, counters = self._bind(inputs, outputs, operands)
             if plan.prepared is not None:
                 runtime.launch(plan.prepared, operands)
                 if not runtime.is_capturing():
@@ -192,22 +195,27 @@ class AttentionKernel(OperatorKernel[VariantChoice]):
             return plan.tally
 
     def _bind(
-        self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]
+        self,
+        inputs: Sequence[TensorView | None],
+        outputs: Sequence[TensorMut],
+        operands: list[TensorView | None],
     ) -> tuple[_Plan, WorkspaceSlot | None]:
         """Check the operands, and write their addresses into the launch for their layout."""
         op = self._attributes.op
         if len(outputs) != 1:
             raise KernelError(op, f"expected 1 output, got {len(outputs)}")
-        operands = [*inputs, *_ABSENT[len(inputs) :], *outputs]
+        given = len(inputs)
         metadata = [None if view is None else view.metadata for view in operands]
         addresses = [0 if view is None else view.ptr for view in operands]
-        query, key, value, mask, *_, output = addresses
-        bits, mask_bits = ACCESS_BYTES | query | key | value | output, ACCESS_BYTES | mask
+        addresses[given:given] = _NO_ADDRESSES[given:]
+        bits = ACCESS_BYTES | addresses[0] | addresses[1] | addresses[2] | addresses[-1]
+        mask_bits = ACCESS_BYTES | addresses[3]
         layout = (bits & -bits, mask_bits & -mask_bits, *metadata)
         plan = self._plans.find(layout)
         if plan is None:
-            geometry = AttentionGeometry.resolve(self._attributes, metadata[:-1], metadata[-1])
-        check_memory(op, self._runtime, _OPERAND_NAMES, operands, len(INPUT_NAMES))
+            all_inputs = [*metadata[:given], *_ABSENT[given:]]
+            geometry = AttentionGeometry.resolve(self._attributes, all_inputs, metadata[-1])
+        check_memory(op, self._runtime, _OPERAND_NAMES[given], operands, given)
         if plan is None:
             alignment, mask_alignment = lowest_bit(bits), lowest_bit(mask_bits)
             plan = self._plan(outputs[0].dtype, geometry, alignment, mask_alignment, addresses)

@@ -32,27 +32,26 @@ def check_memory(
     for view in operands:
         if view is None:
             continue
-        owner = view.owner
-        itemsize = view.metadata.dtype.itemsize
-        if owner.runtime is not runtime:
-            what = f"belongs to another runtime, not to the kernel's: {view!r}"
-        elif owner.is_freed:
-            what = f"was freed: {view!r}"
-        elif view.ptr % itemsize:
-            what = f"at 0x{view.ptr:x} is misaligned; {view.dtype} is aligned to {itemsize} bytes"
-        else:
-            continue
-        raise _refused(op, names, inputs, _position(view, operands), what)
+        if view.owner.usable_in is not runtime or view.ptr % view.metadata.dtype.itemsize:
+            raise _refused(op, names, inputs, _position(view, operands), _why_not(view, runtime))
     for output in operands[inputs:]:
         if not isinstance(output, TensorMut):
             what = f"is read-only; an output is a TensorMut, got {output!r}"
             raise _refused(op, names, inputs, _position(output, operands, inputs), what)
-        begin = output.ptr
-        end = begin + output.metadata.span_bytes
+        begin, end = output.ptr, output.end
         for view in operands[:inputs]:
-            if view is not None and view.ptr < end and begin < view.ptr + view.metadata.span_bytes:
+            if view is not None and view.ptr < end and begin < view.end:
                 what = f"overlaps {operand_label(names, inputs, _position(view, operands))}: {output!r} and {view!r}"
                 raise _refused(op, names, inputs, _position(output, operands, inputs), what)
+
+
+def _why_not(view: TensorView, runtime: CudaRuntime) -> str:
+    """What is wrong with the memory of one operand by itself."""
+    if view.owner.runtime is not runtime:
+        return f"belongs to another runtime, not to the kernel's: {view!r}"
+    if view.owner.is_freed:
+        return f"was freed: {view!r}"
+    return f"at 0x{view.ptr:x} is misaligned; {view.dtype} is aligned to {view.dtype.itemsize} bytes"
 
 
 def _refused(op: str, names: Sequence[str], inputs: int, position: int, what: str) -> KernelError:
