@@ -81,6 +81,7 @@ class _Memory(ABC):
     Attributes:
         runtime: the runtime whose driver knows the memory.
         usable_in: the same until the memory is freed by hand, then None: one question for who launches.
+        fate: what becomes of it.
         ptr: the device address.
         nbytes: how many bytes may be addressed from there.
         pins: names of the live graphs and exports that refer to the memory.
@@ -88,6 +89,7 @@ class _Memory(ABC):
 
     __slots__ = ("__weakref__", "_held", "_memory", "nbytes", "pins", "ptr", "runtime", "usable_in")
     _kind: ClassVar[str]
+    fate: ClassVar[str] = "freed"
 
     def __init__(self, memory: DeviceMemory, ptr: int, nbytes: int, held: Any) -> None:
         self._memory = memory

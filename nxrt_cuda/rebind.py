@@ -110,7 +110,7 @@ class _Update:
         if new.owner.runtime is not old.owner.runtime:
             raise DeviceMemoryError(f"{new!r} belongs to another runtime than {old!r}, which it is to replace")
         if new.owner.is_freed:
-            raise DeviceMemoryError(f"{new!r} was freed; it cannot replace {old!r} in {self._name}")
+            raise DeviceMemoryError(f"{new!r} was {new.owner.fate}; it cannot replace {old!r} in {self._name}")
         if new.metadata != old.metadata:
             what = next(name for name in ("dtype", "shape", "strides") if getattr(old, name) != getattr(new, name))
             raise self._refused(

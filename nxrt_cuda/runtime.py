@@ -413,7 +413,7 @@ class CudaRuntime:
         if owner.runtime is not self:
             raise DeviceMemoryError(f"{view!r} belongs to another runtime, not to this one on {self.device}")
         if owner.is_freed:
-            raise DeviceMemoryError(f"{view!r} was freed")
+            raise DeviceMemoryError(f"{view!r} was {owner.fate}")
 
     def _check_target(self, view: TensorView, operation: str) -> None:
         """As :meth:`check_operand`, for a view that is to be overwritten from its first byte to its last."""
@@ -759,6 +759,10 @@ class CudaRuntime:
     def last_execution(self) -> LastExecution[Any]:
         """What a kernel object remembers its latest execution with, to make it again at less cost."""
         return LastExecution(self._session, self._counters)
+
+    def check_again(self) -> None:
+        """Memory is not to be used any more: who found its views usable asks anew. The caller holds the runtime."""
+        self._session.frees += 1
 
     def retain(self, resources: Iterable[DeviceGraphResource]) -> None:
         """Keep ``resources`` alive with the graph that is being recorded; nothing to do outside a capture."""

@@ -43,6 +43,7 @@ class MemoryOwner(Protocol):
         nbytes: how many bytes may be addressed from there.
         is_freed: whether the memory is gone.
         usable_in: the runtime until the memory is freed, then None.
+        fate: what has become of memory that is gone, as in "was freed".
         pins: names of what else refers to it and must let go before it may be freed: graphs, exports.
     """
 
@@ -58,6 +59,8 @@ class MemoryOwner(Protocol):
     def is_freed(self) -> bool: ...
     @property
     def usable_in(self) -> Any: ...
+    @property
+    def fate(self) -> str: ...
     def free(self) -> None: ...
 
 
@@ -243,7 +246,7 @@ class TensorView:
 
     def __repr__(self) -> str:
         layout = "" if self.is_contiguous else f", strides={self.strides}"
-        state = ", freed" if self.owner.is_freed else ""
+        state = f", {self.owner.fate}" if self.owner.is_freed else ""
         return f"{type(self).__name__}({self.dtype}, shape={self.shape}{layout}, ptr=0x{self.ptr:x}{state})"
 
 

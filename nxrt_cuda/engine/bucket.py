@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nxrt_cuda.dtype import uint8
 from nxrt_cuda.engine.plan import BucketPlan
 from nxrt_cuda.engine.report import BucketReport, NodeReport
+from nxrt_cuda.engine.run_memory import Run, RunMemory
 from nxrt_cuda.engine.signature import Sizes
 from nxrt_cuda.engine.wiring import Step, operator_name
 from nxrt_cuda.errors import NxrtError
@@ -50,7 +51,9 @@ class Bucket:
         runs: how often it has run.
     """
 
-    def __init__(self, runtime: CudaRuntime, plan: BucketPlan, bound: Mapping[str, TensorView], name: str) -> None:
+    def __init__(
+        self, runtime: CudaRuntime, plan: BucketPlan, bound: Mapping[str, TensorView], name: str, *, debug: bool
+    ) -> None:
         self.name = name
         self.runs = 0
         self._runtime = runtime
@@ -66,16 +69,25 @@ class Bucket:
         self._executions: tuple[_Execution, ...] = ()
         self._graph: CapturedGraph | None = None
         self._calls: tuple[Callable[[], None], ...] = ()
+        # Whose outputs are refused once the next has begun; None where nobody asked for that.
+        self._run: Run | None = Run() if debug else None
 
     @classmethod
     def build(
-        cls, runtime: CudaRuntime, steps: Sequence[Step], plan: BucketPlan, bound: Mapping[str, TensorView], name: str
+        cls,
+        runtime: CudaRuntime,
+        steps: Sequence[Step],
+        plan: BucketPlan,
+        bound: Mapping[str, TensorView],
+        name: str,
+        *,
+        debug: bool = False,
     ) -> Bucket:
         """Allocate, run once eagerly on zeros, and record what can be recorded.
 
         The caller holds the runtime. If anything fails, nothing is left behind.
         """
-        bucket = cls(runtime, plan, bound, name)
+        bucket = cls(runtime, plan, bound, name, debug=debug)
         bucket._warm_up(steps)
         try:
             bucket._calls = tuple(bucket._record())
@@ -124,6 +136,10 @@ class Bucket:
 
     def run(self) -> None:
         """Enqueue the sequence: replays, and the kernels that are not recorded between them."""
+        if self._run is not None:
+            self._run.is_over = True
+            self._run = Run()
+            self._runtime.check_again()
         for call in self._calls:
             call()
         self.runs += 1
@@ -131,7 +147,10 @@ class Bucket:
     def output(self, name: str, sizes: Sizes) -> TensorMut:
         """An output, without the rows of a padded batch."""
         symbol = self._plan.padded.get(name)
-        return self._tensors[name] if symbol is None else self._front(name, sizes[symbol])
+        tensor = self._tensors[name] if symbol is None else self._front(name, sizes[symbol])
+        if self._run is None:
+            return tensor
+        return TensorMut(tensor.ptr, tensor.metadata, RunMemory(self._arena, self._run, self.name))
 
     def close(self) -> None:
         """Destroy the graph. The memory goes when nobody refers to it any more."""

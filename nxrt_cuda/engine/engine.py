@@ -61,6 +61,7 @@ class Engine:
         max_bytes: bound on the buckets' device memory (arenas and workspaces). The least recently used are given
             up for a new one; the one in use never is, also when it exceeds the bound by itself.
         name: for reports and error messages.
+        debug: whether an output is refused, wherever it is used, once a later run of its bucket has overwritten it.
 
     Raises:
         EngineError: the nodes, declarations or bound tensors do not fit together; everything wrong is named.
@@ -79,11 +80,13 @@ class Engine:
         bucket_sizes: Mapping[str, Sequence[int]] | None = None,
         max_bytes: int | None = None,
         name: str = "engine",
+        debug: bool = False,
     ) -> None:
         if max_bytes is not None and max_bytes < 0:
             raise EngineError(f"max_bytes = {max_bytes} is negative")
         bound = bound or {}
         self.name = name
+        self._debug = debug
         self._runtime = runtime
         self._outputs = tuple(outputs)
         self._steps = wire(nodes, {**inputs, **bound}, self._outputs)
@@ -110,6 +113,7 @@ class Engine:
         bucket_sizes: Mapping[str, Sequence[int]] | None = None,
         max_bytes: int | None = None,
         name: str | None = None,
+        debug: bool = False,
     ) -> Engine:
         """An engine of an ONNX model's nodes, inputs, outputs and initializers; needs the package ``onnx``.
 
@@ -119,7 +123,7 @@ class Engine:
 
         Args:
             model: a model, or the path of one.
-            bound, bucket_sizes, max_bytes, name: as the constructor's; ``bound`` takes inputs of the model.
+            bound, bucket_sizes, max_bytes, name, debug: as the constructor's; ``bound`` takes inputs of the model.
 
         Raises:
             UnsupportedError: nodes that are not served, all named, each with the reason; or no ``onnx`` here.
@@ -137,6 +141,7 @@ class Engine:
             bucket_sizes=bucket_sizes,
             max_bytes=max_bytes,
             name=name or graph.name,
+            debug=debug,
         )
 
     def __enter__(self) -> Engine:
@@ -155,8 +160,8 @@ class Engine:
         Tensors of this runtime and device arrays of other libraries (CuPy, PyTorch) are copied on the device,
         all other arrays are uploaded, and cast as ``copy_from`` casts.
 
-        The outputs are the engine's own memory: the next run of the same bucket overwrites them.
-        ``copy_outputs`` returns fresh tensors instead.
+        The outputs are the engine's own memory: the next run of the same bucket overwrites them, and an engine with
+        ``debug`` refuses them from then on. ``copy_outputs`` returns fresh tensors instead.
 
         Raises:
             EngineError: an input is missing, unknown or of a wrong shape; nothing has run.
@@ -230,7 +235,7 @@ class Engine:
         self._make_room(plan.nbytes)
         label = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
         name = f"{self.name} [{label}]" if label else self.name
-        bucket = Bucket.build(self._runtime, self._steps, plan, self._bound_for(sizes), name)
+        bucket = Bucket.build(self._runtime, self._steps, plan, self._bound_for(sizes), name, debug=self._debug)
         self._captures += bucket.segments
         self._make_room(bucket.nbytes)
         return bucket

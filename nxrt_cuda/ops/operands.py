@@ -50,7 +50,7 @@ def _why_not(view: TensorView, runtime: CudaRuntime) -> str:
     if view.owner.runtime is not runtime:
         return f"belongs to another runtime, not to the kernel's: {view!r}"
     if view.owner.is_freed:
-        return f"was freed: {view!r}"
+        return f"was {view.owner.fate}: {view!r}"
     return f"at 0x{view.ptr:x} is misaligned; {view.dtype} is aligned to {view.dtype.itemsize} bytes"
 
 

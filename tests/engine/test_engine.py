@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -495,3 +496,31 @@ def test_the_report_prints_as_a_table(rt: nx.CudaRuntime) -> None:
 def test_a_negative_bound_is_refused(rt: nx.CudaRuntime) -> None:
     with pytest.raises(nx.EngineError, match="max_bytes = -1 is negative"):
         simple_engine(rt, max_bytes=-1)
+
+
+def test_an_overwritten_output_is_refused_in_debug_mode(rt: nx.CudaRuntime) -> None:
+    """Wherever it is used: read, copied, exported, given to a kernel, also to one that has just used it."""
+    nodes = [combine(["x"], "y")]
+    engine = nx.Engine(rt, nodes, {"x": (F32, ("N", 1, 2, D))}, ["y"], name="halves", debug=True)
+    shape = (2, 1, 2, D)
+    kernel, copy = nx.create_kernel(rt, ATTEND, [shape] * 3), rt.empty(shape, F32)
+    first = engine.run({"x": np.full(shape, 2, np.float32)})["y"]
+    for _ in range(3):
+        kernel.execute([first] * 3, [copy])
+    assert (first.numpy() == 1).all()
+    assert (copy.numpy() == 1).all()
+    fed = engine.run({"x": first})["y"]
+    of_other_size = engine.run({"x": np.full((3, 1, 2, D), 8, np.float32)})["y"]
+    uses: list[Callable[[], object]] = [
+        lambda: kernel.execute([first] * 3, [copy]),
+        first.numpy,
+        first.narrow(0, 1, 1).numpy,
+        lambda: rt.copy(copy, first),
+        first.__dlpack__,
+    ]
+    for use in uses:
+        with pytest.raises(nx.NxrtError, match=r"was overwritten by a later run of halves \[N=2\]"):
+            use()
+    assert "overwritten" in repr(first)
+    assert (fed.numpy() == 0.5).all()
+    assert (of_other_size.numpy() == 4).all()
