@@ -751,6 +751,9 @@ class CudaRuntime:
     def exclusive(self) -> AbstractContextManager[None]:
         """The runtime's lock, for a ``with`` that has to see several calls undisturbed by other threads.
 
+        A thread that holds two runtimes, by this or by a fork, takes them in the order that all threads take them in:
+        two that take them in opposite orders wait for each other for ever.
+
         Raises:
             CaptureError: on entry: this thread captures on another runtime, or a thread has ended in a capture.
         """
@@ -786,7 +789,7 @@ class CudaRuntime:
         object, which has one workspace, is executed in one of them only. Everything that works in stream order
         follows the branch that is entered: launches, copies, fills, reads, replays, and ``rt.stream``.
 
-        Other threads' calls wait until the fork has ended.
+        Other threads' calls wait until the fork has ended; of two runtimes at once, see :meth:`exclusive`.
 
         Raises:
             RuntimeStateError: the runtime is closed.
