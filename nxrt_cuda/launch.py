@@ -131,14 +131,14 @@ class PlacedMap:
     """A tensor map in an argument block, which can be moved to other memory.
 
     Attributes:
-        place: its bytes.
         address: of element 0.
     """
 
-    __slots__ = ("_known", "_mover", "_replace_address", "address", "place")
+    __slots__ = ("_known", "_mover", "_place", "_replace_address", "address")
 
     def __init__(self, place: memoryview, host_address: int, address: int, mover: _Mover) -> None:
-        self.place = place
+        # ctypes copies such bytes in half of the time that a memoryview takes.
+        self._place = (ctypes.c_char * len(place)).from_buffer(place)
         self.address = address
         self._mover = mover
         self._replace_address = mover(host_address)
@@ -154,12 +154,12 @@ class PlacedMap:
             return
         known = self._known.get(address)
         if known is not None:
-            self.place[:] = known
+            self._place.raw = known
         else:
             self._replace_address(address)
             if len(self._known) == _KNOWN_MAPS:
                 self._known.clear()
-            self._known[address] = bytes(self.place)
+            self._known[address] = self._place.raw
         self.address = address
 
     def copy(self, place: memoryview, host_address: int) -> PlacedMap:
