@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxrt_cuda.dtype import DataType, bfloat16, float16
+from nxrt_cuda.dtype import DataType, float16, float32
 from nxrt_cuda.launch import Param, div_up
 from nxrt_cuda.ops.attention_geometry import AttentionGeometry
 
@@ -85,12 +85,12 @@ def obstacle(
 
     ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes.
     """
-    if dtype not in (float16, bfloat16):
-        return f"there is no tensor-core variant for {dtype}"
     if compute_capability != COMPUTE_CAPABILITY:
         return "there is no tensor-core variant for {} on compute capability {}.{}".format(dtype, *compute_capability)
     if geometry.head_dim % 8 != 0:
         return f"head_dim {geometry.head_dim} is not a multiple of 8"
+    if dtype == float32:
+        return None  # that kernel reads by ordinary loads
     if alignment < _MAP_ALIGNMENT:
         return f"operands are aligned to {alignment} bytes, not to {_MAP_ALIGNMENT}"
     if geometry.seq_k == 0:
