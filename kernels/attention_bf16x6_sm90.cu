@@ -249,10 +249,16 @@ __device__ __forceinline__ void convert_guarded(Smem& smem, Place& k_place, Plac
 
 // ---- consumers -------------------------------------------------------------------------------------------
 
-// The products of parts that make a product, the smallest first.
+// The products of parts that make a product, the smallest first: part a of one operand with part b of the other.
+struct Term {
+    int a;
+    int b;
+};
 constexpr int kTerms = 6;
-__device__ constexpr int kTermA[kTerms] = {2, 0, 1, 1, 0, 0};
-__device__ constexpr int kTermB[kTerms] = {0, 2, 1, 0, 1, 0};
+__device__ __forceinline__ constexpr Term term_at(int i) {
+    constexpr Term kTable[kTerms] = {{2, 0}, {0, 2}, {1, 1}, {1, 0}, {0, 1}, {0, 0}};
+    return kTable[i];
+}
 
 // The first two parts of a warp's queries as operands; the third, which one product needs, is read from shared memory.
 using QueryParts = unsigned int[2][kDepths][4];
@@ -270,22 +276,23 @@ __device__ __forceinline__ void load_queries(QueryParts& parts, unsigned int q) 
     }
 }
 
-// products += (or =, where the first term is 0) the terms kFirst to kEnd - 1 of q . keys.
+// products += (or =, from the first term on) the terms kFirst to kEnd - 1 of q . keys.
 template <int kFirst, int kEnd>
 __device__ __forceinline__ void issue_scores(float (&products)[kBlockKeys / 2], const QueryParts& q,
                                              unsigned long long last_q, unsigned long long keys) {
     wgmma_fence();
 #pragma unroll
-    for (int term = kFirst; term < kEnd; ++term) {
+    for (int i = kFirst; i < kEnd; ++i) {
+        const Term term = term_at(i);
 #pragma unroll
         for (int d = 0; d < kDepths; ++d) {
             const unsigned int depth = d / 4 * kSlabBytes + d % 4 * 32;
-            const unsigned long long b = advance(keys, kTermB[term] * kPartBytes + depth);
-            const bool accumulate = term > 0 || d > 0;
-            if (kTermA[term] == 2) {
+            const unsigned long long b = advance(keys, term.b * kPartBytes + depth);
+            const bool accumulate = i > 0 || d > 0;
+            if (term.a == 2) {
                 Wgmma<__nv_bfloat16, kBlockKeys>::ss(products, advance(last_q, depth), b, accumulate);
             } else {
-                Wgmma<__nv_bfloat16, kBlockKeys>::rs_k_major(products, q[kTermA[term]][d], b, accumulate);
+                Wgmma<__nv_bfloat16, kBlockKeys>::rs_k_major(products, q[term.a][d], b, accumulate);
             }
         }
     }
@@ -297,12 +304,13 @@ __device__ __forceinline__ void issue_values(
     float (&products)[kPaddedDim / 2], const PackedWeights& weights, unsigned long long values) {
     wgmma_fence();
 #pragma unroll
-    for (int term = 0; term < kTerms; ++term) {
+    for (int i = 0; i < kTerms; ++i) {
+        const Term term = term_at(i);
 #pragma unroll
         for (int key = 0; key < kBlockKeys; key += 16) {
             const unsigned int row = key * kSlabColumns * sizeof(unsigned short);
-            Wgmma<__nv_bfloat16, kPaddedDim>::rs(products, &weights[kTermA[term]][key / 4],
-                                                 advance(values, kTermB[term] * kPartBytes + row), term > 0 || key > 0);
+            Wgmma<__nv_bfloat16, kPaddedDim>::rs(products, &weights[term.a][key / 4],
+                                                 advance(values, term.b * kPartBytes + row), i > 0 || key > 0);
         }
     }
     wgmma_commit();
