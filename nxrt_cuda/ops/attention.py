@@ -39,7 +39,7 @@ What it guarantees:
 One query row (Sq = 1) has a kernel of its own; :func:`~nxrt_cuda.ops.attention_variants.choose_variant`
 says which kernel serves a call, and the launch statistics say which one did.
 
-Calls are stream-ordered and safe from any thread. The only workspace is of the Hopper kernel: counters of
+Calls are stream-ordered and safe from any thread. The only workspace is of the 16-bit Hopper kernel: counters of
 tiles, which every launch leaves at zero.
 """
 

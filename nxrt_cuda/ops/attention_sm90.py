@@ -81,7 +81,7 @@ class Sm90Tiles:
 def obstacle(
     dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int], alignment: int
 ) -> str | None:
-    """Why this variant does not serve a call; None if it does.
+    """Why this variant, or that for f32 on Hopper, does not serve a call; None if it does.
 
     ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes.
     """
@@ -90,7 +90,7 @@ def obstacle(
     if geometry.head_dim % 8 != 0:
         return f"head_dim {geometry.head_dim} is not a multiple of 8"
     if dtype == float32:
-        return None  # that kernel reads by ordinary loads
+        return None  # it reads by ordinary loads, and needs no more
     if alignment < _MAP_ALIGNMENT:
         return f"operands are aligned to {alignment} bytes, not to {_MAP_ALIGNMENT}"
     if geometry.seq_k == 0:

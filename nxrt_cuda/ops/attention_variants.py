@@ -199,7 +199,7 @@ def attention_spec(
         threads=_threads(variant, geometry),
         macros=tuple((name, str(value)) for name, value in macros.items()),
         arch=sm90.ARCH if variant in _HOPPER else None,
-        # The Hopper kernel was chosen because the scale is positive.
+        # The 16-bit Hopper kernel was chosen because the scale is positive.
         changeable=() if variant is AttentionVariant.SM90 else ("scale",),
     )
 
