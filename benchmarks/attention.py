@@ -161,9 +161,12 @@ CASES = (
         for plain in _prefill("bf16", batch, heads, heads, 16384 // batch, head_dim)
         for features in _FEATURES[plain.causal]
     ),
-    # The kernels for every device.
     *_prefill("f32", 1, 16, 16, 8192, 128),
+    *_prefill("f32", 8, 16, 16, 1024, 128),
     *_prefill("f32", 1, 32, 32, 8192, 64),
+    # The kernels for every device.
+    *_prefill("f32", 1, 16, 16, 8192, 128, portable=True),
+    *_prefill("f32", 1, 32, 32, 8192, 64, portable=True),
     *(c for batch in (8, 1) for c in _prefill("bf16", batch, 16, 16, 16384 // batch, 128, portable=True)),
     *_prefill("bf16", 1, 32, 32, 16384, 64, portable=True),
     *_prefill("bf16", 1, 16, 16, 4096, 100),

@@ -20,13 +20,12 @@
 // Parts of infinities and NaN are not numbers, and 0 * NaN is NaN. A tile is first computed as if all operands were
 // finite. Only if a sum is not, it is computed again, guarded: then infinities have no low part and meet none, and
 // values that are not finite are taken out of the tiles and added afterwards, to the rows that may see them.
-#include "common/attention_tile.cuh"
+#include "common/attention_fragments.cuh"
 #include "common/mma.cuh"
 
 constexpr int kBlockQueries = BLOCK_QUERIES;
 constexpr int kBlockKeys = BLOCK_KEYS;
 constexpr int kStages = STAGES;
-constexpr int kWarpRows = 16;
 constexpr int kKeyTiles = kBlockKeys / 8;
 constexpr int kPaddedDim = (kHeadDim + 15) / 16 * 16;
 constexpr int kDepths = kPaddedDim / 8;  // of the products of a score
@@ -45,8 +44,6 @@ constexpr int kGroups = kPaddedDim / kGroupColumns;
 // row.
 constexpr int kTileStride = kPaddedDim + 4;
 
-using Rows = TileRows<kWarpRows>;
-
 // Beside the tiles lies what does not change while a tile of rows is computed: registers are short.
 struct Smem {
     float q[kBlockQueries][kTileStride];
@@ -57,8 +54,6 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "host and kernel agree on the shared memory");
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 struct TileLayout {
     static constexpr int kColumns = kPaddedDim;
     static __device__ __forceinline__ unsigned int offset(int row, int column) {
@@ -66,16 +61,8 @@ struct TileLayout {
     }
 };
 
-// What a lane holds of its warp's 16 rows. Scores: element [n][i] is of row lane / 4 + 8 (i / 2) and key
-// 8 n + 2 (lane % 4) + i % 2. Sums: element [n][v][i] is of column
-// kGroupColumns n + (2 (lane % 4) + i % 2) kVector + v.
 using Scores = float[kKeyTiles][4];
 using Sums = float[kGroups][kVector][4];
-
-struct RowState {
-    float max[2];
-    float sum[2];  // of the weights of this lane's keys
-};
 
 // Of two operands one is rounded to its high part, so that what is left out has no sign of its own; the other, which
 // there is more of, is cut.
@@ -179,71 +166,6 @@ __device__ __forceinline__ void add_values(
     }
 }
 
-// Dot products to scores, and -inf where a row may not see the key. `first_key` is of the lane's first column.
-__device__ __forceinline__ void finish_scores(Scores& scores, const Rows& rows, float scale, float softcap,
-                                              int first_key, bool is_partial, unsigned int& has_key) {
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            scores[n][i] = __fmul_rn(scores[n][i], scale);
-            if (kHasSoftcap) scores[n][i] = softcap * tanhf(scores[n][i] / softcap);
-        }
-    }
-    if (!kHasMask && !is_partial) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const KeyRange range = rows.range(r);
-        const int begin = static_cast<int>(range.begin) - first_key;
-        const int end = static_cast<int>(range.end) - first_key;
-        const float* const mask = kHasMask ? rows.mask(r) + first_key : nullptr;
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int column = n * 8 + i;
-                float& score = scores[n][r * 2 + i];
-                bool is_allowed = column < end && (!kHasWindow || begin <= column);
-                if (kHasMask && is_allowed) {
-                    const float bias = mask[column];
-                    is_allowed = bias != negative_infinity();
-                    score += bias;
-                    has_key |= static_cast<unsigned int>(is_allowed) << r;
-                }
-                if (!is_allowed) score = negative_infinity();
-            }
-        }
-    }
-}
-
-// Turn scores into weights, and add them to the rows' sums; `rescale` is for what was summed before.
-__device__ __forceinline__ void weigh(Scores& scores, RowState& state, float (&rescale)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float row_max = state.max[r];
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-            row_max = fmaxf(row_max, fmaxf(scores[n][r * 2], scores[n][r * 2 + 1]));
-        }
-        row_max = fmaxf(row_max, __shfl_xor_sync(kFullWarp, row_max, 1));
-        row_max = fmaxf(row_max, __shfl_xor_sync(kFullWarp, row_max, 2));
-        const float origin = softmax_origin(row_max);
-        rescale[r] = ex2((state.max[r] - origin) * kLog2E);
-        state.max[r] = row_max;
-        float sums[2] = {};
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float& score = scores[n][r * 2 + i];
-                score = ex2((score - origin) * kLog2E);
-                sums[i] += score;
-            }
-        }
-        state.sum[r] = fmaf(state.sum[r], rescale[r], sums[0] + sums[1]);
-    }
-}
-
 // Replace what is not finite in a tile of values by zeros; returns whether there was anything.
 __device__ __forceinline__ bool take_out_spoilt(float (&values)[kBlockKeys][kTileStride]) {
     bool found = false;
@@ -255,45 +177,6 @@ __device__ __forceinline__ bool take_out_spoilt(float (&values)[kBlockKeys][kTil
         found = true;
     }
     return found;
-}
-
-// Add the values of a block that are not finite to the rows that may see them. A finite positive weight does not
-// change an infinity or a NaN, and a NaN weight has spoilt the row already.
-__device__ __forceinline__ void add_spoilt_values(
-    Sums& sums, const float* values, const Rows& rows, unsigned int first_key) {
-    const int lane_column = fresh_thread() % 4 * 2 * kVector;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const KeyRange range = rows.range(r);
-        const unsigned int end = min(range.end, first_key + kBlockKeys);
-#pragma unroll 1
-        for (unsigned int key = max(range.begin, first_key); key < end; ++key) {
-            if (kHasMask && rows.mask(r)[key] == negative_infinity()) continue;
-            const float* const row = values + static_cast<long long>(key) * kHeadDim;
-#pragma unroll
-            for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-                for (int j = 0; j < 2 * kVector; ++j) {
-                    const int column = n * kGroupColumns + lane_column + j;
-                    const float value = column < kHeadDim ? row[column] : 0.0f;
-                    if (!is_finite(value)) sums[n][j % kVector][r * 2 + j / kVector] += value;
-                }
-            }
-        }
-    }
-}
-
-__device__ __forceinline__ bool are_finite(const Sums& sums) {
-    float spoilt = 0.0f;  // becomes NaN
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) spoilt = fmaf(sums[n][v][i], 0.0f, spoilt);
-        }
-    }
-    return spoilt == 0.0f;
 }
 
 // Walk the tile's keys.
@@ -308,19 +191,8 @@ __device__ __forceinline__ void attend(
     const unsigned int key_lane = ring + TileLayout::offset(lane % 8, lane / 8 * 4);
     const int value_lane = lane % 4 * 2 * kTileStride + lane / 4 * kVector;
 
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        state.max[r] = negative_infinity();
-        state.sum[r] = 0.0f;
-    }
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[n][v][i] = 0.0f;
-        }
-    }
+    state.reset();
+    clear(sums);
 
     // Items in the order of their use: the keys of the last block, its values, the keys of the one before.
     const auto load = [&](int item, int from_block, unsigned int stage) {
@@ -364,38 +236,9 @@ __device__ __forceinline__ void attend(
         // short of registers.
         load_behind(1, block);
         add_values<kGuarded>(sums, kGroups / 2, kGroups, scores, rescale, values);
-        if (is_spoilt) add_spoilt_values(sums, smem.planes[1], smem.rows, block * kBlockKeys);
+        if (is_spoilt) add_spoilt_values(sums, smem.planes[1], smem.rows, block * kBlockKeys, kBlockKeys);
     }
     copy_async_wait<0>();
-}
-
-// Divide by the denominators and store the lane's parts of its rows.
-__device__ __forceinline__ void store_output(
-    float* output, const Sums& sums, const RowState& state, const Rows& rows, unsigned int has_key) {
-    const int lane_column = threadIdx.x % 4 * 2 * kVector;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float sum = state.sum[r];
-        sum += __shfl_xor_sync(kFullWarp, sum, 1);
-        sum += __shfl_xor_sync(kFullWarp, sum, 2);
-        const KeyRange range = rows.range(r);
-        const bool has = kHasMask ? (has_key >> r & 1) != 0 : range.begin < range.end;
-        if (rows.query(r) >= rows.sq) continue;
-        float* const row = output + static_cast<long long>(rows.query(r)) * kHeadDim;
-#pragma unroll
-        for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-            for (int first = 0; first < 2 * kVector; first += kLoadWidth) {
-                const int column = n * kGroupColumns + lane_column + first;
-                float values[kLoadWidth];
-#pragma unroll
-                for (int j = 0; j < kLoadWidth; ++j) {
-                    values[j] = normalise(sums[n][(first + j) % kVector][r * 2 + (first + j) / kVector], sum, has);
-                }
-                if (column < kHeadDim) store_f32(row + column, values);
-            }
-        }
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) ENTRY(
@@ -431,9 +274,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) ENTRY(
     attend<false>(smem, sums, state, has_key, scale, softcap);
     if (__syncthreads_or(!are_finite(sums))) attend<true>(smem, sums, state, has_key, scale, softcap);
 
-    if (kHasMask) {
-        has_key |= __shfl_xor_sync(kFullWarp, has_key, 1);
-        has_key |= __shfl_xor_sync(kFullWarp, has_key, 2);
-    }
     store_output(output + static_cast<long long>(smem.rows.plane) * sq * kHeadDim, sums, state, smem.rows, has_key);
 }

@@ -43,9 +43,9 @@ def test_boxes_say_operator_variant_extents_and_shared_memory(graph: nx.Captured
     assert list(boxes) == ["s0n0", "s0n1", "s1n0", "s1n1"]
     assert len(boxes) == graph.node_count
     attention = boxes["s0n0"].split("\\n")
-    assert attention[0] == "Attention: flash_attention_f32_tf32x3"
+    assert attention[0] == "Attention: flash_attention_f32_bf16x6"
     assert "HEAD_DIM=16" in " ".join(attention[1:])
-    assert attention[-2] == "grid 4 x 1 x 1, block 128 x 1 x 1"
+    assert attention[-2] == "grid 2 x 1 x 1, block 512 x 1 x 1"
     assert re.fullmatch(r"shared memory: \d+ bytes dynamic, 0 bytes static", attention[-1])
     assert boxes["s0n1"] == r"memset\n16 bytes"
     assert boxes["s1n0"].startswith(r"add_one\ngrid 1 x 1 x 1")
@@ -97,4 +97,4 @@ def test_graphviz_draws_it(graph: nx.CapturedGraph) -> None:
     )
     assert drawn.returncode == 0, drawn.stderr
     assert drawn.stderr == ""
-    assert "Attention: flash_attention_f32_tf32x3" in drawn.stdout
+    assert "Attention: flash_attention_f32_bf16x6" in drawn.stdout

@@ -83,15 +83,15 @@ def test_a_kernel_s_launch_is_named_by_operator_and_entry(rt: nx.CudaRuntime) ->
         kernel.execute([q, q, q], [out])
     host = spans(trace, device=False)
     assert names(host)[:4] == [
-        "compile flash_attention_f32_tf32x3",
-        "load flash_attention_f32_tf32x3",
-        "launch Attention: flash_attention_f32_tf32x3",
-        "launch Attention: flash_attention_f32_tf32x3",
+        "compile flash_attention_f32_bf16x6",
+        "load flash_attention_f32_bf16x6",
+        "launch Attention: flash_attention_f32_bf16x6",
+        "launch Attention: flash_attention_f32_bf16x6",
     ]
     assert host[0]["args"]["arch"] == "host"
     assert host[0]["args"]["from_cache"] is False
     (first, second) = spans(trace, device=True)
-    assert first["name"] == second["name"] == "Attention: flash_attention_f32_tf32x3"
+    assert first["name"] == second["name"] == "Attention: flash_attention_f32_bf16x6"
     assert "HEAD_DIM=16" in first["args"]["variant"]
 
 

@@ -52,8 +52,9 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 
 // wgmma.mma_async m64nNk16: accumulator = A B + (accumulate ? accumulator : 0).
 //
-// wgmma_ss: A and B from shared memory, both K-major (rows of A, and columns of B, are contiguous).
-// wgmma_rs: A from registers; B from shared memory, MN-major (rows of B are contiguous).
+// ss: A and B from shared memory, both K-major (rows of A, and columns of B, are contiguous).
+// rs: A from registers; B from shared memory, MN-major (rows of B are contiguous).
+// rs_k_major: A from registers; B from shared memory, K-major.
 template <typename T, int kColumns>
 struct Wgmma;
 
@@ -103,6 +104,18 @@ struct Wgmma;
                 "setp.ne.b32 p, " O5 ", 0;\n"                                                                    \
                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##N "}, {"  \
                 O0 ", " O1 ", " O2 ", " O3 "}, " O4 ", p, 1, 1, 1;\n"                                            \
+                "}"                                                                                              \
+                : WGMMA_OUTPUTS_##N(d)                                                                           \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));        \
+        }                                                                                                        \
+        static __device__ __forceinline__ void rs_k_major(                                                       \
+            float (&d)[N / 2], const unsigned int* a, unsigned long long b, bool accumulate) {                   \
+            asm volatile(                                                                                        \
+                "{\n"                                                                                            \
+                ".reg .pred p;\n"                                                                                \
+                "setp.ne.b32 p, " O5 ", 0;\n"                                                                    \
+                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##N "}, {"  \
+                O0 ", " O1 ", " O2 ", " O3 "}, " O4 ", p, 1, 1, 0;\n"                                            \
                 "}"                                                                                              \
                 : WGMMA_OUTPUTS_##N(d)                                                                           \
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));        \

@@ -39,7 +39,7 @@ What it guarantees:
 One query row (Sq = 1) has a kernel of its own; :func:`~nxrt_cuda.ops.attention_variants.choose_variant`
 says which kernel serves a call, and the launch statistics say which one did.
 
-Calls are stream-ordered and safe from any thread. The only workspace is of the Hopper kernel: counters of
+Calls are stream-ordered and safe from any thread. The only workspace is of the 16-bit Hopper kernel: counters of
 tiles, which every launch leaves at zero.
 """
 
@@ -116,7 +116,7 @@ class AttentionLaunchStats(StatsTable):
         launches: kernels launched or recorded.
         last_grid_x: blocks of the last launch.
         variant: the kernel that served the last execution: ``"simt"``, ``"tensor_core"``, ``"tf32x3"``,
-            ``"decode"``, ``"sm90"``.
+            ``"bf16x6"``, ``"decode"``, ``"sm90"``.
         reason: why that one.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxrt_cuda.dtype import DataType, bfloat16, float16
+from nxrt_cuda.dtype import DataType, float16, float32
 from nxrt_cuda.launch import Param, div_up
 from nxrt_cuda.ops.attention_geometry import AttentionGeometry
 
@@ -81,16 +81,16 @@ class Sm90Tiles:
 def obstacle(
     dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int], alignment: int
 ) -> str | None:
-    """Why this variant does not serve a call; None if it does.
+    """Why this variant, or that for f32 on Hopper, does not serve a call; None if it does.
 
     ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes.
     """
-    if dtype not in (float16, bfloat16):
-        return f"there is no tensor-core variant for {dtype}"
     if compute_capability != COMPUTE_CAPABILITY:
         return "there is no tensor-core variant for {} on compute capability {}.{}".format(dtype, *compute_capability)
     if geometry.head_dim % 8 != 0:
         return f"head_dim {geometry.head_dim} is not a multiple of 8"
+    if dtype == float32:
+        return None  # it reads by ordinary loads, and needs no more
     if alignment < _MAP_ALIGNMENT:
         return f"operands are aligned to {alignment} bytes, not to {_MAP_ALIGNMENT}"
     if geometry.seq_k == 0:

@@ -36,6 +36,7 @@ class AttentionVariant(StrEnum):
     SIMT = "simt"
     TENSOR_CORE = "tensor_core"
     TF32X3 = "tf32x3"
+    BF16X6 = "bf16x6"
     DECODE = "decode"
     SM90 = "sm90"
 
@@ -70,6 +71,7 @@ _TILES = {
     AttentionVariant.SIMT: _Tiles(queries=64, keys=64, threads=128),
     AttentionVariant.TENSOR_CORE: _Tiles(queries=128, keys=64, threads=128, stages=4),
     AttentionVariant.TF32X3: _Tiles(queries=64, keys=32, threads=128, stages=2),
+    AttentionVariant.BF16X6: _Tiles(queries=128, keys=64, threads=384, stages=1),
     AttentionVariant.DECODE: _Tiles(queries=1, keys=32, threads=256),
 }
 
@@ -77,6 +79,7 @@ _SOURCES = {
     AttentionVariant.SIMT: "attention_simt.cu",
     AttentionVariant.TENSOR_CORE: "attention_mma.cu",
     AttentionVariant.TF32X3: "attention_tf32.cu",
+    AttentionVariant.BF16X6: "attention_bf16x6_sm90.cu",
     AttentionVariant.DECODE: "attention_decode.cu",
     AttentionVariant.SM90: "attention_sm90.cu",
 }
@@ -85,6 +88,7 @@ _ENTRIES = {
     AttentionVariant.SIMT: "flash_attention_{}",
     AttentionVariant.TENSOR_CORE: "flash_attention_{}_tc",
     AttentionVariant.TF32X3: "flash_attention_{}_tf32x3",
+    AttentionVariant.BF16X6: "flash_attention_{}_bf16x6",
     AttentionVariant.DECODE: "attention_decode_{}",
     AttentionVariant.SM90: "flash_attention_{}_sm90",
 }
@@ -101,6 +105,9 @@ _PARAMS = tuple(
     for name in names.split()
 )
 
+_HOPPER = (AttentionVariant.BF16X6, AttentionVariant.SM90)
+"""They run on no other architecture."""
+
 ACCESS_BYTES = 16
 """The widest access of a thread to memory."""
 
@@ -108,7 +115,7 @@ _MMA_CAPABILITY = (8, 0)
 """From where on there are the matrix products and asynchronous copies of the portable tensor-core kernels."""
 
 _TILE_BYTES = 88
-"""What the tensor-core kernels keep beside their tiles in shared memory."""
+"""What the portable tensor-core kernels keep beside their tiles in shared memory."""
 
 
 def lowest_bit(bits: int) -> int:
@@ -131,14 +138,14 @@ def choose_variant(
     if compute_capability < _MMA_CAPABILITY:
         return VariantChoice(AttentionVariant.SIMT, f"compute capability {major}.{minor} is below 8.0")
     reason = f"{dtype}, head_dim {geometry.head_dim} is a multiple of 8, compute capability {major}.{minor}"
-    if dtype == float32:
-        return VariantChoice(AttentionVariant.TF32X3, reason)
+    is_single = dtype == float32
+    portable = AttentionVariant.TF32X3 if is_single else AttentionVariant.TENSOR_CORE
     if compute_capability != sm90.COMPUTE_CAPABILITY:
-        return VariantChoice(AttentionVariant.TENSOR_CORE, reason)
+        return VariantChoice(portable, reason)
     obstacle = sm90.obstacle(dtype, geometry, compute_capability, alignment)
     if obstacle is not None:
-        return VariantChoice(AttentionVariant.TENSOR_CORE, obstacle)
-    return VariantChoice(AttentionVariant.SM90, reason)
+        return VariantChoice(portable, obstacle)
+    return VariantChoice(AttentionVariant.BF16X6 if is_single else AttentionVariant.SM90, reason)
 
 
 def attention_spec(
@@ -191,8 +198,8 @@ def attention_spec(
         params=_params(variant),
         threads=_threads(variant, geometry),
         macros=tuple((name, str(value)) for name, value in macros.items()),
-        arch=sm90.ARCH if variant is AttentionVariant.SM90 else None,
-        # The Hopper kernel was chosen because the scale is positive.
+        arch=sm90.ARCH if variant in _HOPPER else None,
+        # The 16-bit Hopper kernel was chosen because the scale is positive.
         changeable=() if variant is AttentionVariant.SM90 else ("scale",),
     )
 
@@ -236,7 +243,7 @@ def launch_config(
     if variant is AttentionVariant.SM90:
         blocks = min(sm90.tile_count(geometry), multiprocessor_count)
     else:
-        blocks = geometry.batch * geometry.num_heads * div_up(geometry.seq_q, _TILES[variant].queries)
+        blocks = geometry.batch * geometry.num_heads * div_up(geometry.seq_q, _tiles(variant, geometry).queries)
     if blocks >= 2**64:
         raise KernelError(op, f"fused Attention grid overflow: {blocks} blocks")
     if blocks > max_grid_dim_x:
@@ -265,18 +272,24 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
     full = replace(plain, seq_k=2, local_window=1, softcap=1.0, has_mask=True)
     simt, decode = AttentionVariant.SIMT, AttentionVariant.DECODE
     tensor_core, tf32x3, hopper = AttentionVariant.TENSOR_CORE, AttentionVariant.TF32X3, AttentionVariant.SM90
+    bf16x6 = AttentionVariant.BF16X6
     features = (plain, replace(plain, causal=False), replace(full, has_mask=False), full)
     sample = [
         *((variant, dtype, geometry) for variant in (simt, decode) for dtype in DTYPES for geometry in (plain, full)),
         *(
             (variant, dtype, replace(geometry, head_dim=head_dim))
-            for variant, dtype in ((tensor_core, float16), (tensor_core, bfloat16), (tf32x3, float32))
+            for variant, dtype in (
+                (tensor_core, float16),
+                (tensor_core, bfloat16),
+                (tf32x3, float32),
+                (bf16x6, float32),
+            )
             for geometry in features
             for head_dim in (128, 64)
         ),
         *(
             (variant, dtype, replace(plain, head_dim=head_dim))
-            for variant, dtype in ((tensor_core, float16), (tf32x3, float32))
+            for variant, dtype in ((tensor_core, float16), (tf32x3, float32), (bf16x6, float32))
             for head_dim in (8, 32, 72, 96, 120)
         ),
         *(
@@ -298,7 +311,10 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
     return (
         *dict.fromkeys(specs),
         *(attention_spec(tensor_core, float16, geometry, **by_element) for geometry in (plain, full)),
-        attention_spec(tf32x3, float32, plain, alignment=float32.itemsize, mask_alignment=float32.itemsize),
+        *(
+            attention_spec(variant, float32, plain, alignment=float32.itemsize, mask_alignment=float32.itemsize)
+            for variant in (tf32x3, bf16x6)
+        ),
         attention_spec(hopper, float16, replace(full, seq_q=4096, seq_k=4096), alignment=16, mask_alignment=2),
     )
 
@@ -311,11 +327,13 @@ def _tiles(variant: AttentionVariant, geometry: AttentionGeometry) -> _Tiles:
     """How a variant but the Hopper one cuts up a call.
 
     On tensor cores registers are short beyond head_dim 64, where what takes more of them leaves smaller blocks. Up to
-    there three blocks of threads of the plain f32 kernel fit a multiprocessor. ``benchmarks/attention_log.md`` says
-    what else was tried.
+    there three blocks of threads of the plain f32 kernel fit a multiprocessor, and three warpgroups of 64 query rows a
+    block of Hopper's. ``benchmarks/attention_log.md`` says what else was tried.
     """
     tiles = _TILES[variant]
     is_wide = geometry.head_dim > 64
+    if variant is AttentionVariant.BF16X6 and not is_wide:
+        return replace(tiles, queries=192, threads=512, stages=2)
     takes_registers = (
         geometry.has_mask
         or (geometry.local_window > 0 and geometry.softcap > 0.0)
@@ -333,7 +351,7 @@ def _tiles(variant: AttentionVariant, geometry: AttentionGeometry) -> _Tiles:
 def _threads(variant: AttentionVariant, geometry: AttentionGeometry) -> int:
     if variant is AttentionVariant.SM90:
         return sm90.tiles_of(geometry).threads
-    return _TILES[variant].threads
+    return _tiles(variant, geometry).threads
 
 
 def _shared_bytes(variant: AttentionVariant, geometry: AttentionGeometry) -> int:
@@ -349,4 +367,7 @@ def _shared_bytes(variant: AttentionVariant, geometry: AttentionGeometry) -> int
         return 2 * (64 if head_dim <= 64 else 128) * (tiles.queries + tiles.stages * tiles.keys) + _TILE_BYTES
     if variant is AttentionVariant.TF32X3:
         return 4 * (div_up(head_dim, 16) * 16 + 4) * (tiles.queries + tiles.stages * tiles.keys) + _TILE_BYTES
+    if variant is AttentionVariant.BF16X6:
+        parts = 6 * div_up(head_dim, 64) * 64 * (tiles.queries + 2 * tiles.stages * tiles.keys)
+        return parts + 96 + tiles.stages * (4 * 4 + 4 * 8)
     return 0

@@ -265,6 +265,7 @@ HOST_ENTRIES: dict[str, HostEntry] = {
     "flash_attention_f16_tc": _attention_entry,
     "flash_attention_bf16_tc": _attention_entry,
     "flash_attention_f32_tf32x3": _attention_entry,
+    "flash_attention_f32_bf16x6": _attention_entry,
     "flash_attention_f16_sm90": _sm90_entry,
     "flash_attention_bf16_sm90": _sm90_entry,
     "attention_decode_f32": _attention_entry,

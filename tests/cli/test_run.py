@@ -130,8 +130,8 @@ def test_run_writes_no_output_that_failed_its_check(
     call: Call, npz: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay that differs from an eager execution: status 1, the reason, and no file."""
-    entry = corrupting(HOST_ENTRIES["flash_attention_f32_tf32x3"], "output", nx.float32, on_call=2)
-    monkeypatch.setitem(HOST_ENTRIES, "flash_attention_f32_tf32x3", entry)
+    entry = corrupting(HOST_ENTRIES["flash_attention_f32_bf16x6"], "output", nx.float32, on_call=2)
+    monkeypatch.setitem(HOST_ENTRIES, "flash_attention_f32_bf16x6", entry)
     out = tmp_path / "out.npz"
     status, text, err = call("run", "Attention", "--inputs", npz(**ATTENTION), "--out", out, "--device", "host")
     assert status == 1

@@ -90,7 +90,8 @@ def test_each_variant_runs(rt: nx.CudaRuntime) -> None:
     """The cases above reach every kernel there is for this device, by the choice that the operator makes."""
     is_hopper = rt.capabilities.compute_capability == (9, 0)
     for dtype, seq_q, head_dim, offset, variant in (
-        (F32, 2, 16, 0, "tf32x3"),
+        (F32, 2, 16, 0, "bf16x6" if is_hopper else "tf32x3"),
+        (F32, 2, 16, 1, "bf16x6" if is_hopper else "tf32x3"),
         (F32, 2, 7, 0, "simt"),
         (F16, 2, 16, 4, "tensor_core"),
         (BF16, 2, 16, 1, "tensor_core"),
@@ -192,13 +193,17 @@ def test_poisoned_values_over_many_tiles(rt: nx.CudaRuntime, dtype: np.dtype, he
     check_case(run(rt, poisoned), replace(poisoned, expected=poisoned.oracle()))
 
 
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("head_dim", [128, 64])
 @pytest.mark.parametrize(
-    ("operand", "number"), [("query", INF), ("key", INF), ("key", -INF), ("value", 3.4e38)], ids=str
+    ("operand", "number"),
+    [("query", INF), ("query", NAN), ("key", INF), ("key", -INF), ("key", NAN), ("value", 3.4e38)],
+    ids=str,
 )
-def test_numbers_without_two_parts(rt: nx.CudaRuntime, operand: str, number: float) -> None:
-    """f32 operands are split into a high and a low part: those of an infinity, or of what rounds to one, are not
-    numbers, but the row's answer may be."""
-    case = random_case(8, F32, heads=2, seq_q=200, seq_k=300, head_dim=64)
+def test_numbers_without_parts(rt: nx.CudaRuntime, operand: str, number: float, head_dim: int) -> None:
+    """f32 operands are split into parts: those of an infinity, or of what rounds to one, are not numbers, but the row's
+    answer may be."""
+    case = random_case(8, F32, heads=2, seq_q=200, seq_k=300, head_dim=head_dim)
     array = getattr(case, operand).copy()
     array[0, 0, 77, 5] = number
     extreme = replace(case, **{operand: array})

@@ -173,16 +173,16 @@ def test_launch_statistics(rt: nx.CudaRuntime, case: AttentionCase) -> None:
     reset_attention_launch_stats()
     first, second = nx.create_kernel(rt, case.node), nx.create_kernel(rt, case.node)
     assert first.launch_stats() == AttentionLaunchStats()
-    long = random_case(1, F32, batch=2, heads=4, seq_q=65, seq_k=9, head_dim=16)
+    long = random_case(1, F32, batch=2, heads=4, seq_q=193, seq_k=9, head_dim=16)
     for kernel, called in ((first, case), (second, case), (second, long)):
         operands = AttentionOperands(rt, called)
         kernel.execute(operands.inputs, [operands.output])
     major, minor = rt.capabilities.compute_capability
     hopper = ("sm90", f"Float16, head_dim 16 is a multiple of 8, compute capability {major}.{minor}")
-    tf32 = ("tf32x3", f"Float32, head_dim 16 is a multiple of 8, compute capability {major}.{minor}")
+    single = ("bf16x6", f"Float32, head_dim 16 is a multiple of 8, compute capability {major}.{minor}")
     assert first.launch_stats() == AttentionLaunchStats(1, 1, 2 * 4, *hopper)
-    assert second.launch_stats() == AttentionLaunchStats(2, 2, 2 * 4 * 2, *tf32)
-    assert attention_launch_stats() == AttentionLaunchStats(3, 3, 2 * 4 * 2, *tf32)
+    assert second.launch_stats() == AttentionLaunchStats(2, 2, 2 * 4 * 2, *single)
+    assert attention_launch_stats() == AttentionLaunchStats(3, 3, 2 * 4 * 2, *single)
     reset_attention_launch_stats()
     assert attention_launch_stats() == AttentionLaunchStats()
     assert second.launch_stats().executions == 2
@@ -247,7 +247,7 @@ def test_bindings_take_turns_with_the_tile_counters(rt: nx.CudaRuntime, case: At
         (F32, {"cuFuncSetAttribute", "cuLaunchKernel"}),
         (F16, {"cuFuncSetAttribute", "cuMemAlloc", "cuMemsetD8Async", "cuTensorMapEncodeTiled", "cuLaunchKernel"}),
     ],
-    ids=["tf32x3", "sm90"],
+    ids=["bf16x6", "sm90"],
 )
 def test_any_failing_driver_call_leaves_everything_as_it_was(dtype: np.dtype, calls: set[str]) -> None:
     """Each driver call of a first execution is failed once: nothing is counted, and the next one works."""

@@ -71,7 +71,8 @@ def test_support_gate_targets_prefill_and_common_head_dims() -> None:
         (nx.float16, 2, 12, (8, 0), "simt", "head_dim 12 is not a multiple of 8"),
         (nx.bfloat16, 2, 127, (9, 0), "simt", "head_dim 127 is not a multiple of 8"),
         (nx.float32, 2, 64, (8, 0), "tf32x3", "Float32, head_dim 64 is a multiple of 8, compute capability 8.0"),
-        (nx.float32, 2, 128, (9, 0), "tf32x3", "Float32, head_dim 128 is a multiple of 8, compute capability 9.0"),
+        (nx.float32, 2, 128, (10, 0), "tf32x3", "Float32, head_dim 128 is a multiple of 8, compute capability 10.0"),
+        (nx.float32, 2, 128, (9, 0), "bf16x6", "Float32, head_dim 128 is a multiple of 8, compute capability 9.0"),
         (nx.float32, 2, 64, (7, 5), "simt", "compute capability 7.5 is below 8.0"),
         (nx.float32, 2, 7, (9, 0), "simt", "head_dim 7 is not a multiple of 8"),
         (nx.float16, 1, 64, (9, 0), "decode", "seq_q is 1"),
@@ -86,8 +87,8 @@ def test_choice_of_variant(
     variant: str,
     reason: str,
 ) -> None:
-    """With a head size in eights 16-bit types have a Hopper kernel and one for other tensor cores, and f32 has one; one
-    row goes to the decode kernel, and the rest to SIMT."""
+    """With a head size in eights there are a Hopper kernel and one for other tensor cores, of 16-bit types and of f32;
+    one row goes to the decode kernel, and the rest to SIMT."""
     geometry = replace(PLAIN, seq_q=seq_q, head_dim=head_dim)
     choice = choose_variant(dtype, geometry, compute_capability, alignment=16)
     assert (choice.variant.value, choice.reason) == (variant, reason)
@@ -104,8 +105,9 @@ def test_choice_of_variant(
     ],
 )
 def test_what_the_hopper_kernel_does_not_serve(alignment: int, changes: dict[str, int | float], reason: str) -> None:
-    """The other tensor-core kernel does, and the reason names what stood in the way."""
+    """The other tensor-core kernel does, and the reason names what stood in the way. For f32 it has no such limits."""
     geometry = replace(PLAIN, **changes)
+    assert choose_variant(nx.float32, geometry, (9, 0), alignment=alignment).variant is AttentionVariant.BF16X6
     for dtype in (nx.float16, nx.bfloat16):
         choice = choose_variant(dtype, geometry, (9, 0), alignment=alignment)
         assert (choice.variant.value, choice.reason) == ("tensor_core", reason)
@@ -222,10 +224,15 @@ def config_of(variant: AttentionVariant, geometry: AttentionGeometry, max_grid_d
 
 
 def test_grid_covers_every_plane_and_tile() -> None:
-    """64 or 128 query rows a block in prefill, one plane a block in decode; on Hopper a block a multiprocessor."""
+    """64 to 192 query rows a block in prefill, one plane a block in decode; at 16 bits on Hopper a block a
+    multiprocessor."""
     for variant in (AttentionVariant.SIMT, AttentionVariant.TF32X3):
         assert config_of(variant, PLAIN).grid == (2 * 6 * 2, 1, 1)
     assert config_of(AttentionVariant.TENSOR_CORE, PLAIN).grid == (2 * 6, 1, 1)
+    for head_dim, rows in ((64, 192), (72, 128)):
+        for seq_q, tiles in ((rows, 1), (rows + 1, 2)):
+            geometry = replace(PLAIN, head_dim=head_dim, seq_q=seq_q)
+            assert config_of(AttentionVariant.BF16X6, geometry).grid == (2 * 6 * tiles, 1, 1)
     assert config_of(AttentionVariant.SM90, PLAIN).grid == (2 * 6, 1, 1)
     assert config_of(AttentionVariant.SM90, replace(PLAIN, batch=100)).grid == (132, 1, 1)
     assert config_of(AttentionVariant.DECODE, replace(PLAIN, seq_q=1)).grid == (12, 1, 1)
@@ -308,6 +315,7 @@ def test_shapes_share_a_specialisation() -> None:
         (AttentionVariant.TENSOR_CORE, nx.float16, "flash_attention_f16_tc"),
         (AttentionVariant.TENSOR_CORE, nx.bfloat16, "flash_attention_bf16_tc"),
         (AttentionVariant.TF32X3, nx.float32, "flash_attention_f32_tf32x3"),
+        (AttentionVariant.BF16X6, nx.float32, "flash_attention_f32_bf16x6"),
         (AttentionVariant.SM90, nx.bfloat16, "flash_attention_bf16_sm90"),
         (AttentionVariant.DECODE, nx.bfloat16, "attention_decode_bf16"),
     ],
@@ -351,6 +359,17 @@ def test_what_takes_registers_gets_smaller_blocks(
         else:
             assert (macros["BLOCK_KEYS"], macros["BLOCKS"]) == single
         assert int(macros["SHARED_BYTES"]) == config_of(variant, geometry).shared_bytes <= 99 << 10
+
+
+@pytest.mark.parametrize(("head_dim", "consumers", "stages"), [(8, 3, "2"), (64, 3, "2"), (72, 2, "1"), (128, 2, "1")])
+def test_parts_of_f32_fit_the_shared_memory_of_hopper(head_dim: int, consumers: int, stages: str) -> None:
+    """Three parts of two bytes an element: of all queries of a block, and of its blocks of keys and values."""
+    geometry = replace(PLAIN, head_dim=head_dim)
+    macros = dict(attention_spec(AttentionVariant.BF16X6, nx.float32, geometry, alignment=16, mask_alignment=16).macros)
+    assert (macros["BLOCK_QUERIES"], macros["STAGES"]) == (str(64 * consumers), stages)
+    config = config_of(AttentionVariant.BF16X6, geometry)
+    assert int(macros["SHARED_BYTES"]) == config.shared_bytes <= 227 << 10
+    assert config.block == (128 * (consumers + 1), 1, 1)
 
 
 def test_arguments_follow_the_declared_parameters() -> None:
