@@ -45,7 +45,8 @@ constexpr int kDepths = (kHeadDim + 15) / 16;  // of the products of a score
 static_assert(sizeof(Element) == 4, "f32");
 static_assert(kHeadDim % 8 == 0, "a thread converts eight neighbours");
 static_assert(kBlockKeys == kRows, "keys and queries are converted alike");
-static_assert(kTileRows % kRows == 0 && (kConsumers == 2 || kConsumers == 3), "the registers are dealt for two or three consumers");
+static_assert(kTileRows % kRows == 0, "whole consumers");
+static_assert(kConsumers == 2 || kConsumers == 3, "the registers are dealt for two or three of them");
 static_assert(kThreads == kWarpgroup * (kConsumers + 1), "the consumers and a converter");
 
 // Registers a thread after they are dealt out. The block has those that it starts with: as many as 65536 allow a thread,
@@ -333,9 +334,9 @@ __device__ __forceinline__ void attend(Smem& smem, Sums& sums, RowState& state, 
     const auto pass_turn = [&] {
         named_barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 2 * kWarpgroup);
     };
-    // The products are done, for this warp.
+    // The products are done, for this thread: each gives back what it may have read itself.
     const auto release = [&](Operand operand, Place& place) {
-        if (lane == 0) mbarrier_arrive(smem.empty[operand][place.stage]);
+        mbarrier_arrive(smem.empty[operand][place.stage]);
         place.advance();
     };
 
@@ -459,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
         for (int operand = kKeys; operand <= kValues; ++operand) {
             for (int i = 0; i < kStages; ++i) {
                 mbarrier_init(smem.full[operand][i], kWarps);
-                mbarrier_init(smem.empty[operand][i], kConsumers * kWarps);
+                mbarrier_init(smem.empty[operand][i], kConsumers * kWarpgroup);
             }
         }
     }
