@@ -49,8 +49,8 @@ static_assert(kTileRows % kRows == 0, "whole consumers");
 static_assert(kConsumers == 2 || kConsumers == 3, "the registers are dealt for two or three of them");
 static_assert(kThreads == kWarpgroup * (kConsumers + 1), "the consumers and a converter");
 
-// Registers a thread after they are dealt out. The block has those that it starts with: as many as 65536 allow a thread,
-// in eights.
+// Registers a thread after they are dealt out. The block has those that it starts with: as many as 65536 allow a
+// thread, in eights.
 constexpr int kConsumerRegisters = kConsumers == 2 ? 200 : 144;
 constexpr int kConverterRegisters = kConsumers == 2 ? 104 : 80;
 static_assert(kConverterRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1),

@@ -40,8 +40,8 @@ constexpr int kVector = kPaddedDim % 32 == 0 ? 4 : 2;
 constexpr int kGroupColumns = 8 * kVector;
 constexpr int kGroups = kPaddedDim / kGroupColumns;
 
-// Of a row in shared memory. Eight rows at one 16-byte chunk hit all 32 banks, and so do a warp's vectors of every other
-// row.
+// Of a row in shared memory. Eight rows at one 16-byte chunk hit all 32 banks, and so do a warp's vectors of every
+// other row.
 constexpr int kTileStride = kPaddedDim + 4;
 
 // Beside the tiles lies what does not change while a tile of rows is computed: registers are short.
