@@ -33,7 +33,8 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kCluster = CLUSTER;
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kBlocksPerSm = kThreads > 256 ? 1 : sizeof(Element) == 4 ? 2 : 3;
+// From sm_100 on the compiler needs more registers for what is in flight.
+constexpr int kBlocksPerSm = kThreads > 256 ? 1 : sizeof(Element) == 4 || __CUDA_ARCH__ >= 1000 ? 2 : 3;
 static_assert(kHeads % 32 == 0 && kHeadDim % 64 == 0 && kHeadDim <= 256, "what a warp scores at a time");
 static_assert(kThreads >= 256, "a warp scans the groups of the histogram");
 
