@@ -565,7 +565,7 @@ def _certify_shared_bytes(dtype: DataType, heads: int, head_dim: int, threads: i
     query = heads * (head_dim * dtype.itemsize + 16)
     staged = warps * 4 * max(head_dim, heads + 4) * 4
     words = 4 * 4 * threads
-    scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 + 4 * 3
+    scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 + 4 * (3 + 4 + 1)
     return div_up(query + max(4 * 4096, staged) + 4 * heads + 4 * 32 + words + 2 * 1024 + 8 + scan, 16) * 16
 
 

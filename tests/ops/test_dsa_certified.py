@@ -561,3 +561,69 @@ def test_the_error_of_adding_a_bias_is_needed_and_is_enough() -> None:
         error = ulp * Fraction(float(np.exp2(rng.uniform(-4, 4))))
         far = near + error * Fraction(float(rng.uniform(-1, 1)))
         assert is_covered(near, far, error, Fraction(BIAS_ERROR))
+
+
+# The selection's bins and thresholds, as kernels/dsa_index_select_certify.cu computes them.
+
+
+BINS = 4096
+
+
+def bin_of(x: Fraction, low: Fraction, per_unit: Fraction) -> int:
+    """The number of the bin that ``x`` falls into."""
+    place = fl(fl(x - low) * per_unit + 2**23 + 1)
+    return int(min(max(place - 2**23, 0), BINS - 1))
+
+
+def edges(number: int, low: Fraction, per_unit: Fraction) -> tuple[Fraction, Fraction]:
+    """What ``Bins::edges`` says of a bin that is not open."""
+    least = Fraction(2) ** -149
+    below = outward(outward((number - Fraction(3, 2)) / per_unit, up=False) - least, up=False)
+    above = outward(outward((number - Fraction(1, 2)) / per_unit, up=True) + least, up=True)
+    return outward(low + below, up=False), outward(low + above, up=True)
+
+
+def test_whatever_falls_into_a_bin_lies_within_its_edges() -> None:
+    """Bins wider than a step of f32, and narrower ones; the edges are no more than a few steps beyond a bin."""
+    rng = np.random.default_rng(4)
+    for _ in range(1500):
+        low = Fraction(float(np.float32(rng.normal() * np.exp2(rng.integers(-6, 6)))))
+        span = fl(Fraction(float(abs(rng.normal()) + 0.01)) * Fraction(2) ** int(rng.integers(-22, 3)))
+        per_unit = fl(Fraction(BINS - 3) / span)
+        x = fl(low + span * Fraction(float(rng.uniform(-0.01, 1.01))))
+        number = bin_of(x, low, per_unit)
+        if 0 < number < BINS - 1:
+            lower, upper = edges(number, low, per_unit)
+            assert lower <= x <= upper
+            step = Fraction(2) ** -22 * (abs(low) + span)
+            assert upper - lower <= 1 / per_unit + 2 * step
+
+
+def thresholds(lower: Fraction, upper: Fraction, error: Fraction, share: Fraction) -> tuple[Fraction, Fraction]:
+    """What ``thresholds`` says of edges: below the first f a key is out, above the second one in."""
+    more = outward(share * (1 + Fraction(2) ** -20), up=True)
+
+    def beyond(edge: Fraction, up: bool) -> Fraction:
+        sign = 1 if up else -1
+        bound = outward(edge + sign * outward(share * abs(edge) + error, up=True), up)
+        far = outward(bound + sign * error, up)
+        return outward(far + sign * outward(more * abs(far), up=True), up)
+
+    return beyond(lower, up=False), beyond(upper, up=True)
+
+
+@pytest.mark.parametrize("share", [0.0, BIAS_ERROR])
+def test_thresholds_decide_what_every_error_up_to_the_greatest_decides(share: float) -> None:
+    """A key beyond them lies beyond every score that a key within the edges may have; and they are not far out."""
+    rng = np.random.default_rng(6)
+    part = Fraction(share)
+    for _ in range(2000):
+        lower = Fraction(float(np.float32(rng.normal() * np.exp2(rng.integers(-10, 10)))))
+        upper = fl(lower + Fraction(float(rng.uniform(0, 1))) * Fraction(2) ** int(rng.integers(-20, 2)))
+        error = fl(Fraction(float(rng.uniform(0.1, 1))) * Fraction(2) ** int(rng.integers(-24, 2)))
+        out, into = thresholds(lower, upper, error, part)
+        assert into - part * abs(into) - error >= upper + part * abs(upper) + error
+        assert out + part * abs(out) + error <= lower - part * abs(lower) - error
+        step = Fraction(2) ** -21 * (max(abs(lower), abs(upper)) + 2 * error)
+        assert into <= upper + 2 * error + 4 * step
+        assert out >= lower - 2 * error - 4 * step
