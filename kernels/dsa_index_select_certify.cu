@@ -19,6 +19,7 @@
 // A row with irregular numbers, for which no e can be given, has all its keys in the band: the same steps
 // then are the strict algorithm. A cluster of kCluster blocks takes a row, each block a part of its keys
 // that fits its shared memory. No position depends on the order in which threads arrive.
+#include "common/async_copy.cuh"
 #include "common/block_scan.cuh"
 #include "common/cluster.cuh"
 #include "common/dsa_layout.cuh"
@@ -81,19 +82,16 @@ struct Smem {
         alignas(16) float staged[kWarps][kKeys * (kHeadDim > kHeads ? kHeadDim : kHeads + 4)];
     };
     float weights[kHeads];
-    unsigned int groups[kGroups];
+    unsigned int groups[kCluster][kGroups];
     alignas(16) unsigned int in[kThreads];    // a word of 32 keys a thread: those surely selected,
     alignas(16) unsigned int band[kThreads];  // and those to be scored
     alignas(16) float errors[kThreads];       // bound of e, but for its share of |f|
-    union {
-        alignas(16) unsigned int positions[kThreads];
-        unsigned int ranked[kRanked];  // strict keys of the cluster's band, by position
-    };
+    alignas(16) unsigned int ranked[kRanked];  // strict keys of the cluster's band, by position
     unsigned short listed[kListed];
     Barrier loaded;
     BlockScanScratch<kThreads> scan;
     unsigned int warp_values[2][4][kWarps];  // of reductions, by turns
-    unsigned int block_values[2][4];
+    unsigned int block_values[2][4][kCluster];
     unsigned int bin[3];
     Counts counts;
     unsigned int row_flags;
@@ -110,9 +108,8 @@ struct Row {
 };
 
 // Reductions over the cluster: of each of the first kMaxima values the greatest, of each other one the sum. A barrier
-// of the block belongs between the first step and the second, one of the cluster between the second and the third; the
-// caller's work may share them. Turns alternate between two buffers, so that whoever comes next does not overwrite what
-// others still read.
+// of the block belongs before reduce_block(), one of the cluster before reduce_cluster(); the caller's work may share
+// them. Turns alternate between two buffers, so that whoever comes next does not overwrite what others still read.
 template <int kMaxima, int kCount>
 __device__ __forceinline__ void reduce_warp(Smem& smem, unsigned int (&values)[kCount], unsigned int& turn) {
     static_assert(kCount <= 4, "what the scratch holds");
@@ -132,7 +129,17 @@ __device__ __forceinline__ void reduce_block(Smem& smem, unsigned int (&values)[
     for (int i = 0; i < kCount; ++i) {
         const unsigned int value = lane < kWarps ? smem.warp_values[turn][i][lane] : 0;
         values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, value) : __reduce_add_sync(kFullWarp, value);
-        if (kCluster > 1 && threadIdx.x == 0) smem.block_values[turn][i] = values[i];
+    }
+}
+
+// Tell all blocks what the threads of this one know.
+template <int kCount>
+__device__ __forceinline__ void share_values(Smem& smem, const unsigned int (&values)[kCount], unsigned int turn) {
+    if (kCluster > 1 && threadIdx.x < kCluster) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            cluster_store<kCluster>(smem.block_values[turn][i][cluster_rank<kCluster>()], threadIdx.x, values[i]);
+        }
     }
 }
 
@@ -146,7 +153,7 @@ __device__ __forceinline__ void reduce_cluster(
     for (int i = 0; i < kCount; ++i) {
         before[i] = 0;
         if constexpr (kCluster > 1) {
-            const unsigned int value = lane < kCluster ? cluster_load<kCluster>(smem.block_values[turn][i], lane) : 0;
+            const unsigned int value = lane < kCluster ? smem.block_values[turn][i][lane] : 0;
             if (i < kMaxima) {
                 values[i] = __reduce_max_sync(kFullWarp, value);
             } else {
@@ -163,6 +170,7 @@ __device__ __forceinline__ void reduce_max(Smem& smem, unsigned int (&values)[kC
     reduce_warp<kCount>(smem, values, turn);
     __syncthreads();
     reduce_block<kCount>(smem, values, turn);
+    share_values(smem, values, turn);
     cluster_sync<kCluster>();
     reduce_cluster<kCount>(smem, values, before, turn);
 }
@@ -173,28 +181,25 @@ __device__ __forceinline__ void sum_blocks(
     Smem& smem, unsigned int (&values)[kCount], unsigned int (&before)[kCount], unsigned int& turn) {
     if constexpr (kCluster > 1) {
         turn ^= 1;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            if (threadIdx.x == 0) smem.block_values[turn][i] = values[i];
-        }
+        share_values(smem, values, turn);
         cluster_sync<kCluster>();
     }
     reduce_cluster<0>(smem, values, before, turn);
 }
 
-// Begin to bring the row's query, and its scores of this block, to shared memory; a warp's work.
+// Begin to bring the row's scores of this block, and its query, to shared memory.
 __device__ __forceinline__ void load_row(Smem& smem, const Row& row, const Element* query, float* values) {
-    constexpr unsigned int kVectorBytes = kHeadDim * sizeof(Element);
-    const int lane = threadIdx.x % kWarpSize;
     const unsigned int score_bytes = (row.length + 3) / 4 * 16;
-    if (lane == 0) {
-        mbarrier_arrive_expect_tx(smem.loaded, kHeads * kVectorBytes + score_bytes);
+    if (threadIdx.x == 0) {
+        mbarrier_arrive_expect_tx(smem.loaded, score_bytes);
         if (score_bytes != 0) bulk_load(values, row.scores, score_bytes, smem.loaded);
     }
-    __syncwarp();
-    for (int h = lane; h < kHeads; h += kWarpSize) {
-        bulk_load(smem.query[h], query + h * kHeadDim, kVectorBytes, smem.loaded);
+    // A bulk copy a head, as each has a place of its own, would take longer to be issued than to arrive.
+#pragma unroll 1
+    for (int i = fresh_thread() * kAccess; i < kHeads * kHeadDim; i += kAccess * kThreads) {
+        copy_async<16>(shared_address(&smem.query[i / kHeadDim][i % kHeadDim]), query + i, true);
     }
+    copy_async_commit();
 }
 
 template <bool kExactProduct, int kCount>
@@ -360,7 +365,7 @@ __device__ __forceinline__ int find_lane(unsigned int own, unsigned int rank, un
     return lane;
 }
 
-// What locate_bin() reads beside the bins, after a barrier of the cluster.
+// Tell all blocks what locate_bin() reads beside the bins, after a barrier of the cluster.
 __device__ __forceinline__ void sum_groups(Smem& smem) {
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
@@ -369,7 +374,7 @@ __device__ __forceinline__ void sum_groups(Smem& smem) {
         const int group = first + warp;
         const uint4 bins = *reinterpret_cast<const uint4*>(&smem.histogram[group * kGroupBins + lane * kLaneBins]);
         const unsigned int sum = __reduce_add_sync(kFullWarp, bins.x + bins.y + bins.z + bins.w);
-        if (lane == 0) smem.groups[group] = sum;
+        if (lane < kCluster) cluster_store<kCluster>(smem.groups[cluster_rank<kCluster>()][group], lane, sum);
     }
 }
 
@@ -379,16 +384,18 @@ __device__ __forceinline__ Bin locate_bin(Smem& smem, unsigned int rank) {
     if (threadIdx.x < kWarpSize) {
         unsigned int own = 0;
 #pragma unroll
-        for (int i = 0; i < kCluster; ++i) own += cluster_load<kCluster>(smem.groups[lane], i);
+        for (int i = 0; i < kCluster; ++i) own += smem.groups[i][lane];
         unsigned int above;
         const int group = find_lane(own, rank, above);
+        const unsigned int& bins = smem.histogram[group * kGroupBins + lane * kLaneBins];
         unsigned int counts[kLaneBins] = {};
 #pragma unroll
         for (int i = 0; i < kCluster; ++i) {
-#pragma unroll
-            for (int j = 0; j < kLaneBins; ++j) {
-                counts[j] += cluster_load<kCluster>(smem.histogram[group * kGroupBins + lane * kLaneBins + j], i);
-            }
+            const uint4 others = cluster_load<kCluster>(reinterpret_cast<const uint4&>(bins), i);
+            counts[0] += others.x;
+            counts[1] += others.y;
+            counts[2] += others.z;
+            counts[3] += others.w;
         }
         unsigned int above_lane;
         const int found = find_lane(counts[0] + counts[1] + counts[2] + counts[3], rank - above, above_lane);
@@ -569,6 +576,8 @@ __device__ __forceinline__ void score_band(
             score_listed<1>(smem, row, fuses, scale, listed, strict_keys);
         } else if (listed <= kWarps * 2) {
             score_listed<2>(smem, row, fuses, scale, listed, strict_keys);
+        } else if (listed <= kWarps * 3) {
+            score_listed<3>(smem, row, fuses, scale, listed, strict_keys);
         } else {
             score_listed<kKeys>(smem, row, fuses, scale, listed, strict_keys);
         }
@@ -629,15 +638,19 @@ __device__ __forceinline__ unsigned int rank_band(
 #pragma unroll
         for (int i = 0; i < kCluster; ++i) cluster_store<kCluster>(smem.ranked[before + own], i, key);
     }
+    if (own >= n_total && own < (n_total + 3) / 4 * 4) smem.ranked[own] = 0;  // better than none
     cluster_sync<kCluster>();
     bool wins = false;
     if (own < n_total) {
         const unsigned int key = smem.ranked[own];
         unsigned int better = 0;
-#pragma unroll 8
-        for (unsigned int i = 0; i < n_total; ++i) {
-            const unsigned int other = smem.ranked[i];
-            better += other > key || (other == key && i < own);
+#pragma unroll 2
+        for (unsigned int i = 0; i < n_total; i += 4) {
+            const uint4 others = *reinterpret_cast<const uint4*>(&smem.ranked[i]);
+            better += others.x > key || (others.x == key && i < own);
+            better += others.y > key || (others.y == key && i + 1 < own);
+            better += others.z > key || (others.z == key && i + 2 < own);
+            better += others.w > key || (others.w == key && i + 3 < own);
         }
         wins = better < wanted;
         if (wins && own - before < n_band) {
@@ -653,13 +666,6 @@ __device__ __forceinline__ unsigned int lowest_bits(unsigned int word, unsigned 
     unsigned int rest = word;
     for (; n > 0 && rest != 0; --n) rest &= rest - 1;
     return word ^ rest;
-}
-
-// Write the positions of one word's winners; a warp's work.
-__device__ __forceinline__ void emit_word(
-    long long* out, unsigned int word, unsigned int position, unsigned int first) {
-    const int lane = threadIdx.x % kWarpSize;
-    if (word >> lane & 1) out[position + __popc(word & ((1u << lane) - 1))] = first + lane;
 }
 
 // f of an allowed key, of another part of the row for each thread of a block and the same in all blocks of the cluster;
@@ -698,7 +704,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
         mbarrier_init(smem.loaded, 1);
         fence_mbarrier_init();
     }
-    __syncthreads();
+    cluster_sync<kCluster>();  // only then may a block write to another's memory
 
     for (unsigned int r = blockIdx.x / kCluster; r < total_rows; r += gridDim.x / kCluster) {
         const unsigned int b = r / q_seq;
@@ -728,7 +734,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
         }
 
         if (has_scores) {
-            if (threadIdx.x < kWarpSize) load_row(smem, row, query + 1ull * r * kHeads * kHeadDim, values);
+            load_row(smem, row, query + 1ull * r * kHeads * kHeadDim, values);
             const RowBound bound = bounds[r];
             const bool is_exact = bound.flags & kExactRow;
             if (threadIdx.x == 0) smem.row_flags = bound.flags;
@@ -793,6 +799,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                     }
                 }
             }
+            copy_async_wait<0>();  // the query
             __syncthreads();
             in_word = smem.in[threadIdx.x];
             unsigned int summary[3] = {
@@ -803,6 +810,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
             sum_groups(smem);
             __syncthreads();
             reduce_block<2>(smem, summary, turn);
+            share_values(smem, summary, turn);
             cluster_sync<kCluster>();
             reduce_cluster<2>(smem, summary, before, turn);
             if (allowed == nullptr) has_scores = summary[2] > top_k;
@@ -816,15 +824,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                 }
                 for_each_group(smem.in, values, row.n_words, [&](unsigned int w, const auto& group, const auto& f) {
                     unsigned int in[kWords];
-                    unsigned int band[kWords];
+                    bool is_open[kWords];
+                    bool is_any_open = false;
 #pragma unroll
                     for (int i = 0; i < kWords; ++i) {
-                        in[i] = group[i] & __ballot_sync(kFullWarp, f[i] > decided.upper);
-                        band[i] = group[i] & ~in[i] & ~__ballot_sync(kFullWarp, f[i] < decided.lower);
+                        const bool is_out = f[i] < decided.lower;
+                        is_open[i] = !is_out && !(f[i] > decided.upper);
+                        is_any_open = is_any_open || is_open[i];
+                        in[i] = group[i] & ~__ballot_sync(kFullWarp, is_out);
+                    }
+                    if (__any_sync(kFullWarp, is_any_open)) {
+                        unsigned int band[kWords];
+#pragma unroll
+                        for (int i = 0; i < kWords; ++i) {
+                            band[i] = in[i] & __ballot_sync(kFullWarp, is_open[i]);
+                            in[i] &= ~band[i];
+                        }
+                        store_words(&smem.band[w], band);
                     }
                     __syncwarp();  // all lanes have read the words that are replaced
                     store_words(&smem.in[w], in);
-                    store_words(&smem.band[w], band);
                 });
                 __syncthreads();
                 unsigned int n_band;
@@ -873,23 +892,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
         unsigned int block_counts;
         const unsigned int counts_before = block_exclusive_scan<kThreads>(
             __popc(in_word) | __popc(equal_word) << 16, block_counts, smem.scan);
-        unsigned int totals[2] = {block_counts & 0xffff, block_counts >> 16};
+        const unsigned int block_in = block_counts & 0xffff;
+        const unsigned int block_equal = block_counts >> 16;
+        unsigned int totals[2] = {block_in, block_equal};
         unsigned int before[2] = {winners_before, 0};
         if (!is_ranked) sum_blocks(smem, totals, before, turn);
+        const unsigned int ties_before = min(before[1], ties);  // in the blocks before
         const unsigned int equal_before = before[1] + (counts_before >> 16);
-        smem.positions[threadIdx.x] = before[0] + (counts_before & 0xffff) + min(equal_before, ties);
-        smem.in[threadIdx.x] = in_word | lowest_bits(equal_word, ties - min(equal_before, ties));
+        unsigned int place = (counts_before & 0xffff) + min(equal_before, ties) - ties_before;
+        in_word |= lowest_bits(equal_word, ties - min(equal_before, ties));
+        // Nobody looks at scores any longer: they make room for the positions, which go out side by side.
+        unsigned int* positions = reinterpret_cast<unsigned int*>(values);
+        for (unsigned int rest = in_word; rest != 0; rest &= rest - 1, ++place) {
+            positions[place] = first_key + threadIdx.x * 32 + __ffs(rest) - 1;
+        }
         __syncthreads();
         long long* row_out = out + 1ull * r * top_k;
-#pragma unroll 1
-        for (unsigned int w = threadIdx.x / kWarpSize * kWords; w < row.n_words; w += kWords * kWarps) {
-            const uint4 group = *reinterpret_cast<const uint4*>(&smem.in[w]);
-            const uint4 positions = *reinterpret_cast<const uint4*>(&smem.positions[w]);
-            emit_word(row_out, group.x, positions.x, first_key + w * 32);
-            emit_word(row_out, group.y, positions.y, first_key + w * 32 + 32);
-            emit_word(row_out, group.z, positions.z, first_key + w * 32 + 64);
-            emit_word(row_out, group.w, positions.w, first_key + w * 32 + 96);
-        }
+        const unsigned int n_winners = block_in + min(before[1] + block_equal, ties) - ties_before;
+        const unsigned int first = before[0] + ties_before;
+#pragma unroll 4
+        for (unsigned int i = threadIdx.x; i < n_winners; i += kThreads) row_out[first + i] = positions[i];
         const unsigned int kept = is_ranked ? top_k : totals[0] + min(totals[1], ties);
         for (unsigned int slot = kept + rank * kThreads + threadIdx.x; slot < top_k; slot += kCluster * kThreads) {
             row_out[slot] = -1;

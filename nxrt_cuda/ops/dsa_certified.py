@@ -559,14 +559,15 @@ def _cluster(dims: Dims, rows: int, multiprocessors: int) -> tuple[int, int]:
     return cluster, _SMALL_THREADS if dims.key_seq <= cluster * _SMALL_KEYS else _LARGE_THREADS
 
 
-def _certify_shared_bytes(dtype: DataType, heads: int, head_dim: int, threads: int) -> int:
+def _certify_shared_bytes(dtype: DataType, heads: int, head_dim: int, cluster: int, threads: int) -> int:
     """Of the kernel's struct; the scores of the block's keys follow it."""
     warps = threads // 32
     query = heads * (head_dim * dtype.itemsize + 16)
     staged = warps * 4 * max(head_dim, heads + 4) * 4
     words = 4 * 4 * threads
-    scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 + 4 * (3 + 4 + 1)
-    return div_up(query + max(4 * 4096, staged) + 4 * heads + 4 * 32 + words + 2 * 1024 + 8 + scan, 16) * 16
+    scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 * cluster + 4 * (3 + 4 + 1)
+    groups = 4 * 32 * cluster
+    return div_up(query + max(4 * 4096, staged) + 4 * heads + groups + words + 2 * 1024 + 8 + scan, 16) * 16
 
 
 def _certify_block_shared_bytes(dtype: DataType, heads: int, head_dim: int, thread_words: int) -> int:
@@ -617,7 +618,7 @@ def _certify_spec(dtype: DataType, heads: int, head_dim: int, cluster: int, thre
         "HEAD_DIM": head_dim,
         "BLOCK_KEYS": _tiling(dtype, head_dim).block_keys,
         "CLUSTER": cluster,
-        "SHARED_BYTES": _certify_shared_bytes(dtype, heads, head_dim, threads),
+        "SHARED_BYTES": _certify_shared_bytes(dtype, heads, head_dim, cluster, threads),
     }
     return KernelSpec(
         source="dsa_index_select_certify.cu",
