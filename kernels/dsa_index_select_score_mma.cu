@@ -416,8 +416,7 @@ __device__ __forceinline__ void consume(Smem& smem, const Problem& problem, cons
         if (kRowPerHalf) finish_row(sums, problem, slice.row, key, first_bias);
         read_weights(weights, slice_weights + kHalfColumns);
         row = kLastRow < slice.rows ? slice.row + kLastRow : kNoRow;
-        __syncwarp();
-        if (fresh_thread() % kWarpSize == 0) mbarrier_arrive(smem.empty[place.stage]);
+        mbarrier_arrive(smem.empty[place.stage]);  // each thread gives back what it has read
         place.advance();
     }
 }
@@ -437,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_score
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             mbarrier_init(smem.full[i], 2 * kWarpSize);  // each lane's copies, and its weights
-            mbarrier_init(smem.empty[i], kConsumerWarps);
+            mbarrier_init(smem.empty[i], kConsumerWarps * kWarpSize);
         }
     }
     const unsigned int n_tiles = find_run(smem, problem);
