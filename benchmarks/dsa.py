@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from benchmarks._bench import Bench, Operands, Peer, WrongResultError, normal, p
 from benchmarks._harness import run
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._torch import TorchPeer
+from nxrt_cuda.ops import dsa_certified
 from nxrt_cuda.reference.dsa_index_select import dsa_index_select
 
 __all__ = ["CASES", "Case", "measure", "tabulate"]
@@ -31,6 +33,9 @@ __all__ = ["CASES", "Case", "measure", "tabulate"]
 _DTYPES = {"bf16": nx.bfloat16, "f16": nx.float16, "f32": nx.float32}
 _POISON = -7
 _PEER = "torch composite"
+
+_PORTABLE = dsa_certified.abilities((8, 0))
+"""What the kernels for all devices count on; their bound is then that of the coarsest tensor cores, too."""
 
 _CHECKED_KEYS = 1 << 17
 """How many keys the oracle scores: half a second's worth."""
@@ -44,7 +49,7 @@ _COMPARED_ROWS = 128
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: B, S, T, H, D, top_k and the dtype."""
+    """One row of the table: B, S, T, H, D, top_k, the dtype, and whether on the kernels that need no Hopper."""
 
     dtype: str
     batch: int
@@ -53,10 +58,11 @@ class Case:
     heads: int = 64
     head_dim: int = 128
     top_k: int = 2048
+    portable: bool = False
 
     @property
     def label(self) -> str:
-        return f"{self.dtype} B{self.batch} S{self.q_seq} T{self.key_seq}"
+        return f"{self.dtype} B{self.batch} S{self.q_seq} T{self.key_seq}{', portable' if self.portable else ''}"
 
     @property
     def element(self) -> nx.DataType:
@@ -90,20 +96,14 @@ class Case:
         return sum(inputs) * self.element.itemsize + bias * 4 + prod(self.output_shape) * 8
 
 
+_BF16_SHAPES = ((1, 512, 8192), (1, 2048, 8192), (1, 1024, 32768), (1, 4096, 4096), (1, 1, 131072), (32, 1, 32768))
+
 CASES = (
-    *(
-        Case("bf16", batch, q_seq, key_seq)
-        for batch, q_seq, key_seq in (
-            (1, 512, 8192),
-            (1, 2048, 8192),
-            (1, 1024, 32768),
-            (1, 4096, 4096),
-            (1, 1, 131072),
-            (32, 1, 32768),
-        )
-    ),
+    *(Case("bf16", *shape) for shape in _BF16_SHAPES),
     Case("f16", 1, 2048, 8192),
     Case("f32", 1, 512, 8192),
+    *(Case("bf16", *shape, portable=True) for shape in _BF16_SHAPES),
+    Case("f32", 1, 512, 8192, portable=True),
 )
 
 _QUICK_CASES = tuple(
@@ -133,7 +133,9 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    warmed = bench.warm(case.node, case.nbytes, partial(_draw, case, bench.runtime, rng))
+    abilities = (lambda _: _PORTABLE) if case.portable else dsa_certified.abilities
+    with patch.object(dsa_certified, "abilities", abilities):
+        warmed = bench.warm(case.node, case.nbytes, partial(_draw, case, bench.runtime, rng))
     checked = _check(case, warmed.sets)
     compared = bench.compare(warmed, _torch_peers(bench.torch, case, warmed.sets))
     choice = warmed.kernel.choice

@@ -8,10 +8,10 @@
 // docs/dsa_exactness.md proves that the strict score of a key lies within [f - e, f + e], f being its
 // approximate score with the bias, and derives e. A row with more than top_k allowed keys is decided so:
 //
-//   1. A histogram finds a bin that holds the k-th greatest f.
-//   2. upper = the greatest f + e of the keys in or below that bin, lower = the least f - e of those in or
-//      above it: the k-th greatest strict score lies between them. Keys with f - e > upper are in, keys
-//      with f + e < lower are out. What is left is the band, some dozens of keys.
+//   1. A histogram finds a bin that holds the k-th greatest f. How far its bins reach is a guess from a sample.
+//   2. With the greatest e of the row, the edges of that bin bound the k-th greatest strict score, and two thresholds
+//      say of each f whether its key is in, or out, whatever e. What is left is the band, some dozens of keys; a large
+//      one is narrowed by each key's own e.
 //   3. The band is scored in strict order, and the best of it complete the selection: a small band is ranked key
 //      by key, a large one goes through a radix select.
 //   4. Winners are emitted in ascending order.
@@ -19,6 +19,7 @@
 // A row with irregular numbers, for which no e can be given, has all its keys in the band: the same steps
 // then are the strict algorithm. A cluster of kCluster blocks takes a row, each block a part of its keys
 // that fits its shared memory. No position depends on the order in which threads arrive.
+#include "common/async_copy.cuh"
 #include "common/block_scan.cuh"
 #include "common/cluster.cuh"
 #include "common/dsa_layout.cuh"
@@ -33,24 +34,29 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kCluster = CLUSTER;
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kBlocksPerSm = kThreads > 256 ? 1 : sizeof(Element) == 4 ? 2 : 3;
+// From sm_100 on the compiler needs more registers for what is in flight.
+constexpr int kBlocksPerSm = kThreads > 256 ? 1 : sizeof(Element) == 4 || __CUDA_ARCH__ >= 1000 ? 2 : 3;
 static_assert(kHeads % 32 == 0 && kHeadDim % 64 == 0 && kHeadDim <= 256, "what a warp scores at a time");
-static_assert(kThreads >= 256, "a warp scans the groups of the histogram");
 
 constexpr int kDigitBits = 12;
 constexpr int kBins = 1 << kDigitBits;
 constexpr int kGroups = kWarpSize;  // of bins, one a lane
 constexpr int kGroupBins = kBins / kGroups;
 constexpr int kLaneBins = kGroupBins / kWarpSize;
+static_assert(kGroups % kWarps == 0, "each warp sums as many groups");
 static_assert(kLaneBins == 4 && kBins % (4 * kThreads) == 0, "bins are read and cleared four at a time");
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// A bin with more keys is split again, up to kMaxSplits times: scores may crowd beside a few far ones.
+// A bin with more keys is split, up to kMaxSplits times: scores may crowd beside a few far ones. So is one of the two
+// that are open, as the sample may have missed the far ones.
 constexpr unsigned int kCrowdedBin = 48;
-constexpr int kMaxSplits = 4;
+constexpr int kMaxSplits = 5;
 
-// Band keys scored by a warp at once. With the heads of a lane they are the sums in flight.
+// Where the row's greatest e leaves open more keys, each key's own is looked at.
+constexpr unsigned int kWideBand = 96;
+
+// Band keys scored by a warp at once, at most. With the heads of a lane they are the sums in flight.
 constexpr int kKeys = 4;
 constexpr int kLaneHeads = kHeads / 32;
 constexpr int kListed = 1024;
@@ -63,26 +69,32 @@ constexpr int kRanked = kThreads;
 constexpr int kAccess = 16 / sizeof(Element);
 constexpr int kQueryPitch = kHeadDim + kAccess;
 
+struct Counts {
+    unsigned int in, band;                // keys of the cluster
+    unsigned int in_before, band_before;  // of the blocks before
+};
+
 struct Smem {
     alignas(16) Element query[kHeads][kQueryPitch];
     union {
         alignas(16) unsigned int histogram[kBins];
-        unsigned int ranked[kRanked];  // strict keys of the cluster's band, by position
         // Four keys as f32, and then the terms of their head sums.
         alignas(16) float staged[kWarps][kKeys * (kHeadDim > kHeads ? kHeadDim : kHeads + 4)];
     };
     float weights[kHeads];
-    unsigned int groups[kGroups];
+    unsigned int groups[kCluster][kGroups];
     alignas(16) unsigned int in[kThreads];    // a word of 32 keys a thread: those surely selected,
     alignas(16) unsigned int band[kThreads];  // and those to be scored
     alignas(16) float errors[kThreads];       // bound of e, but for its share of |f|
-    alignas(16) unsigned int positions[kThreads];
+    alignas(16) unsigned int ranked[kRanked];  // strict keys of the cluster's band, by position
     unsigned short listed[kListed];
     Barrier loaded;
     BlockScanScratch<kThreads> scan;
     unsigned int warp_values[2][4][kWarps];  // of reductions, by turns
-    unsigned int block_values[2][4];
+    unsigned int block_values[2][4][kCluster];
     unsigned int bin[3];
+    Counts counts;
+    unsigned int row_flags;
 };
 
 static_assert(sizeof(Smem) == SHARED_BYTES, "the host gives a block this much, and room for scores behind it");
@@ -90,41 +102,58 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "the host gives a block this much, a
 struct Row {
     const float* scores;
     const float* bias;     // null where all allowed biases are zero
-    const Element* query;
-    const Element* weights;
     const Element* keys;   // of the row's batch, from this block's first key on
     unsigned int length;   // of this block's part
     unsigned int n_words;
 };
 
-// Over the cluster, known to all threads: the greatest of each of the first kMaxima values and the sum of each other
-// one; and in before, the sums over the blocks before this one. Turns alternate between two buffers, so that whoever
-// comes next does not overwrite what others still read.
+// Reductions over the cluster: of each of the first kMaxima values the greatest, of each other one the sum. A barrier
+// of the block belongs before reduce_block(), one of the cluster before reduce_cluster(); the caller's work may share
+// them. Turns alternate between two buffers, so that whoever comes next does not overwrite what others still read.
 template <int kMaxima, int kCount>
-__device__ __forceinline__ void reduce(
-    Smem& smem, unsigned int (&values)[kCount], unsigned int (&before)[kCount], unsigned int& turn) {
+__device__ __forceinline__ void reduce_warp(Smem& smem, unsigned int (&values)[kCount], unsigned int& turn) {
     static_assert(kCount <= 4, "what the scratch holds");
-    const int lane = threadIdx.x % kWarpSize;
     turn ^= 1;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, values[i]) : __reduce_add_sync(kFullWarp, values[i]);
-        before[i] = 0;
-        if (lane == 0) smem.warp_values[turn][i][threadIdx.x / kWarpSize] = values[i];
+        if (threadIdx.x % kWarpSize == 0) smem.warp_values[turn][i][threadIdx.x / kWarpSize] = values[i];
     }
-    __syncthreads();
+}
+
+// The block's, known to all of its threads.
+template <int kMaxima, int kCount>
+__device__ __forceinline__ void reduce_block(Smem& smem, unsigned int (&values)[kCount], unsigned int turn) {
+    const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const unsigned int value = lane < kWarps ? smem.warp_values[turn][i][lane] : 0;
         values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, value) : __reduce_add_sync(kFullWarp, value);
-        if (kCluster > 1 && threadIdx.x == 0) smem.block_values[turn][i] = values[i];
     }
-    if constexpr (kCluster > 1) {
-        cluster_sync<kCluster>();
-        const unsigned int rank = cluster_rank<kCluster>();
+}
+
+// Tell all blocks what the threads of this one know.
+template <int kCount>
+__device__ __forceinline__ void share_values(Smem& smem, const unsigned int (&values)[kCount], unsigned int turn) {
+    if (kCluster > 1 && threadIdx.x < kCluster) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const unsigned int value = lane < kCluster ? cluster_load<kCluster>(smem.block_values[turn][i], lane) : 0;
+            cluster_store<kCluster>(smem.block_values[turn][i][cluster_rank<kCluster>()], threadIdx.x, values[i]);
+        }
+    }
+}
+
+// The cluster's, known to all of its threads; and in before, the sums over the blocks before this one.
+template <int kMaxima, int kCount>
+__device__ __forceinline__ void reduce_cluster(
+    Smem& smem, unsigned int (&values)[kCount], unsigned int (&before)[kCount], unsigned int turn) {
+    const int lane = threadIdx.x % kWarpSize;
+    const unsigned int rank = cluster_rank<kCluster>();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        before[i] = 0;
+        if constexpr (kCluster > 1) {
+            const unsigned int value = lane < kCluster ? smem.block_values[turn][i][lane] : 0;
             if (i < kMaxima) {
                 values[i] = __reduce_max_sync(kFullWarp, value);
             } else {
@@ -138,35 +167,52 @@ __device__ __forceinline__ void reduce(
 template <int kCount>
 __device__ __forceinline__ void reduce_max(Smem& smem, unsigned int (&values)[kCount], unsigned int& turn) {
     unsigned int before[kCount];
-    reduce<kCount>(smem, values, before, turn);
+    reduce_warp<kCount>(smem, values, turn);
+    __syncthreads();
+    reduce_block<kCount>(smem, values, turn);
+    share_values(smem, values, turn);
+    cluster_sync<kCluster>();
+    reduce_cluster<kCount>(smem, values, before, turn);
 }
 
-// Begin to bring the row's query, and its scores of this block, to shared memory; a warp's work.
-__device__ __forceinline__ void load_row(Smem& smem, const Row& row, float* values) {
-    constexpr unsigned int kVectorBytes = kHeadDim * sizeof(Element);
-    const int lane = threadIdx.x % kWarpSize;
+// Of sums that all threads of a block know, those of the cluster, and those of the blocks before.
+template <int kCount>
+__device__ __forceinline__ void sum_blocks(
+    Smem& smem, unsigned int (&values)[kCount], unsigned int (&before)[kCount], unsigned int& turn) {
+    if constexpr (kCluster > 1) {
+        turn ^= 1;
+        share_values(smem, values, turn);
+        cluster_sync<kCluster>();
+    }
+    reduce_cluster<0>(smem, values, before, turn);
+}
+
+// Begin to bring the row's scores of this block, and its query, to shared memory.
+__device__ __forceinline__ void load_row(Smem& smem, const Row& row, const Element* query, float* values) {
     const unsigned int score_bytes = (row.length + 3) / 4 * 16;
-    if (lane == 0) {
-        mbarrier_arrive_expect_tx(smem.loaded, kHeads * kVectorBytes + score_bytes);
+    if (threadIdx.x == 0) {
+        mbarrier_arrive_expect_tx(smem.loaded, score_bytes);
         if (score_bytes != 0) bulk_load(values, row.scores, score_bytes, smem.loaded);
     }
-    __syncwarp();
-    for (int h = lane; h < kHeads; h += kWarpSize) {
-        bulk_load(smem.query[h], row.query + h * kHeadDim, kVectorBytes, smem.loaded);
+    // A bulk copy a head, as each has a place of its own, would take longer to be issued than to arrive.
+#pragma unroll 1
+    for (int i = fresh_thread() * kAccess; i < kHeads * kHeadDim; i += kAccess * kThreads) {
+        copy_async<16>(shared_address(&smem.query[i / kHeadDim][i % kHeadDim]), query + i, true);
     }
+    copy_async_commit();
 }
 
-template <bool kExactProduct>
+template <bool kExactProduct, int kCount>
 __device__ __forceinline__ void dot_keys(
-    float (&dots)[kLaneHeads][kKeys], const Smem& smem, const float* staged) {
+    float (&dots)[kLaneHeads][kCount], const Smem& smem, const float* staged) {
     const int lane = threadIdx.x % kWarpSize;
-#pragma unroll(sizeof(Element) / 2)
+#pragma unroll(sizeof(Element) / (kCount == 1 ? 1 : 2))
     for (int d = 0; d < kHeadDim; d += kAccess) {
         float q[kLaneHeads][kAccess];
 #pragma unroll
         for (int h = 0; h < kLaneHeads; ++h) load_f32(&smem.query[h * 32 + lane][d], q[h]);
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) {
+        for (int j = 0; j < kCount; ++j) {
             alignas(16) float k[kAccess];
 #pragma unroll
             for (int i = 0; i < kAccess; i += 4) {
@@ -181,7 +227,8 @@ __device__ __forceinline__ void dot_keys(
     }
 }
 
-// The strict scores of up to kKeys keys of this block, by one warp; as total order keys into values.
+// The strict scores of up to kCount keys of this block, by one warp; as total order keys into values.
+template <int kCount>
 __device__ __forceinline__ void score_keys(
     Smem& smem, const Row& row, bool fuses, float scale, const unsigned short* listed, int n, unsigned int* values) {
     constexpr int kWidth = kHeadDim / kWarpSize;
@@ -189,7 +236,7 @@ __device__ __forceinline__ void score_keys(
     float* staged = smem.staged[threadIdx.x / kWarpSize];
     ExactRange range;
 #pragma unroll
-    for (int j = 0; j < kKeys; ++j) {
+    for (int j = 0; j < kCount; ++j) {
         const unsigned int t = listed[min(j, n - 1)];
         float k[kWidth];
         load_f32(row.keys + 1ull * t * kHeadDim + lane * kWidth, k);
@@ -202,7 +249,7 @@ __device__ __forceinline__ void score_keys(
     __syncwarp();
     const bool exact = kExactProducts<Element> == ExactProducts::kAlways ||
                        (kExactProducts<Element> == ExactProducts::kInRange && fuses && range.holds());
-    float dots[kLaneHeads][kKeys] = {};
+    float dots[kLaneHeads][kCount] = {};
     if (__all_sync(kFullWarp, exact)) {
         dot_keys<true>(dots, smem, staged);
     } else {
@@ -214,7 +261,9 @@ __device__ __forceinline__ void score_keys(
     for (int h = 0; h < kLaneHeads; ++h) {
         const float weight = smem.weights[h * 32 + lane];
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) staged[j * (kHeads + 1) + h * 32 + lane] = head_term(dots[h][j], weight, scale);
+        for (int j = 0; j < kCount; ++j) {
+            staged[j * (kHeads + 1) + h * 32 + lane] = head_term(dots[h][j], weight, scale);
+        }
     }
     __syncwarp();
     if (lane < n) {
@@ -226,6 +275,15 @@ __device__ __forceinline__ void score_keys(
         values[t] = total_order_key(finish_score(sum, bias));
     }
     __syncwarp();
+}
+
+// The strict scores of n listed keys, kCount to a warp at a time.
+template <int kCount>
+__device__ __forceinline__ void score_listed(
+    Smem& smem, const Row& row, bool fuses, float scale, unsigned int n, unsigned int* values) {
+    for (unsigned int i = threadIdx.x / kWarpSize * kCount; i < n; i += kWarps * kCount) {
+        score_keys<kCount>(smem, row, fuses, scale, &smem.listed[i], min(n - i, kCount), values);
+    }
 }
 
 // Neighbouring words that a warp takes at once.
@@ -307,30 +365,37 @@ __device__ __forceinline__ int find_lane(unsigned int own, unsigned int rank, un
     return lane;
 }
 
-// The bin of the rank-th greatest counted key (rank from 1) of the cluster; there must be as many.
-__device__ __forceinline__ Bin find_bin(Smem& smem, unsigned int rank) {
+// Tell all blocks what locate_bin() reads beside the bins, after a barrier of the cluster.
+__device__ __forceinline__ void sum_groups(Smem& smem) {
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
-    __syncthreads();
-    for (int group = warp; group < kGroups; group += kWarps) {
+#pragma unroll 2
+    for (int first = 0; first < kGroups; first += kWarps) {
+        const int group = first + warp;
         const uint4 bins = *reinterpret_cast<const uint4*>(&smem.histogram[group * kGroupBins + lane * kLaneBins]);
         const unsigned int sum = __reduce_add_sync(kFullWarp, bins.x + bins.y + bins.z + bins.w);
-        if (lane == 0) smem.groups[group] = sum;
+        if (lane < kCluster) cluster_store<kCluster>(smem.groups[cluster_rank<kCluster>()][group], lane, sum);
     }
-    cluster_sync<kCluster>();
-    if (warp == 0) {
+}
+
+// The bin of the rank-th greatest counted key (rank from 1) of the cluster; there must be as many.
+__device__ __forceinline__ Bin locate_bin(Smem& smem, unsigned int rank) {
+    const int lane = threadIdx.x % kWarpSize;
+    if (threadIdx.x < kWarpSize) {
         unsigned int own = 0;
 #pragma unroll
-        for (int i = 0; i < kCluster; ++i) own += cluster_load<kCluster>(smem.groups[lane], i);
+        for (int i = 0; i < kCluster; ++i) own += smem.groups[i][lane];
         unsigned int above;
         const int group = find_lane(own, rank, above);
+        const unsigned int& bins = smem.histogram[group * kGroupBins + lane * kLaneBins];
         unsigned int counts[kLaneBins] = {};
 #pragma unroll
         for (int i = 0; i < kCluster; ++i) {
-#pragma unroll
-            for (int j = 0; j < kLaneBins; ++j) {
-                counts[j] += cluster_load<kCluster>(smem.histogram[group * kGroupBins + lane * kLaneBins + j], i);
-            }
+            const uint4 others = cluster_load<kCluster>(reinterpret_cast<const uint4&>(bins), i);
+            counts[0] += others.x;
+            counts[1] += others.y;
+            counts[2] += others.z;
+            counts[3] += others.w;
         }
         unsigned int above_lane;
         const int found = find_lane(counts[0] + counts[1] + counts[2] + counts[3], rank - above, above_lane);
@@ -353,22 +418,43 @@ __device__ __forceinline__ Bin find_bin(Smem& smem, unsigned int rank) {
     return {smem.bin[0], smem.bin[1], smem.bin[2]};
 }
 
-// Bins of equal width over [low, high], numbered from 1 to kBins - 2; bin 0 and kBins - 1 take what lies
-// farther out. place() is the number of the bin, unclamped, on top of 2^23: as the floats there are the
-// integers, its last operation rounds. It is monotone whatever rounds, which is all that it has to be.
+// The same where nothing has been summed yet.
+__device__ __forceinline__ Bin find_bin(Smem& smem, unsigned int rank) {
+    __syncthreads();
+    sum_groups(smem);
+    cluster_sync<kCluster>();
+    return locate_bin(smem, rank);
+}
+
+struct Range {
+    float lower, upper;
+};
+
+// Bins of equal width over [low, high], numbered from 1 to kBins - 2; bin 0 and kBins - 1 are open, and take what lies
+// farther out. The number of a bin is found on top of 2^23: as the floats there are the integers, the last operation
+// rounds. It is monotone whatever rounds, so that the keys of a bin are an interval of f.
 struct Bins {
     static constexpr float kZero = 0x1p23f;
     float low, per_unit;
 
+    // Whatever low and high are, no difference of finite numbers times per_unit is a NaN.
     __device__ __forceinline__ Bins(float low, float high)
-        : low(low), per_unit(fminf(__fdiv_rn(kBins - 3, __fsub_rn(high, low)), 0x1p127f)) {}
-
-    __device__ __forceinline__ float place(float x) const {
-        return __fmaf_rn(__fsub_rn(x, low), per_unit, kZero + 1.0f);
-    }
+        : low(low), per_unit(fminf(fmaxf(__fdiv_rn(kBins - 3, __fsub_rn(high, low)), 0x1p-118f), 0x1p127f)) {}
 
     __device__ __forceinline__ unsigned int bin(float x) const {
-        return __float_as_uint(fminf(fmaxf(place(x), kZero), kZero + (kBins - 1))) - __float_as_uint(kZero);
+        const float place = __fmaf_rn(__fsub_rn(x, low), per_unit, kZero + 1.0f);
+        return __float_as_uint(fminf(fmaxf(place, kZero), kZero + (kBins - 1))) - __float_as_uint(kZero);
+    }
+
+    __device__ static __forceinline__ bool is_open(unsigned int bin) { return bin == 0 || bin == kBins - 1; }
+
+    // Whatever falls into the bin is within, for what bin() rounds to its number: 1/2 either way, and x - low as far
+    // as the next float.
+    __device__ __forceinline__ Range edges(unsigned int bin) const {
+        constexpr float kLeast = 0x1p-149f;
+        const float above = __fadd_ru(__fdiv_ru(bin - 0.5f, per_unit), kLeast);
+        const float below = __fadd_rd(__fdiv_rd(bin - 1.5f, per_unit), -kLeast);
+        return {bin == 0 ? -infinity() : __fadd_rd(low, below), bin == kBins - 1 ? infinity() : __fadd_ru(low, above)};
     }
 };
 
@@ -376,65 +462,95 @@ __device__ __forceinline__ float get(float4 values, int i) {
     return i == 0 ? values.x : i == 1 ? values.y : i == 2 ? values.z : values.w;
 }
 
-struct Range {
-    float lower, upper;  // e is within them
-};
-
-// per_score is 2 u where there is a bias to add.
-__device__ __forceinline__ Range score_range(float per_score, float word_error, float score) {
-    const float error = __fmaf_ru(per_score, fabsf(score), word_error);
-    return {__fsub_rd(score, error), __fadd_ru(score, error)};
+// What the strict score of a key is within. per_score is 2 u where there is a bias to add.
+__device__ __forceinline__ Range score_range(float per_score, float error, float score) {
+    const float e = __fmaf_ru(per_score, fabsf(score), error);
+    return {__fsub_rd(score, e), __fadd_ru(score, e)};
 }
 
-// Between which strict scores the top_k-th greatest of the row lies, given the least and the greatest f. The histogram
-// is clear at first.
+// Below the lower f a key is out, above the upper one it is in, if no key of the row has a greater error and the
+// top_k-th greatest f is within the edges: f - e and f + e grow with f where e = error + per_score |f|. What is not a
+// number decides nothing.
+__device__ __forceinline__ Range thresholds(Range edges, float per_score, float error) {
+    const float in = __fadd_ru(score_range(per_score, error, edges.upper).upper, error);
+    const float out = __fsub_rd(score_range(per_score, error, edges.lower).lower, error);
+    const float more = __fmul_ru(per_score, 1.0f + 0x1p-20f);  // for per_score of the thresholds themselves
+    return {__fsub_rd(out, __fmul_ru(more, fabsf(out))), __fadd_ru(in, __fmul_ru(more, fabsf(in)))};
+}
+
+// An interval of f that holds the top_k-th greatest of the row. It has been counted in bins, and groups have been
+// summed.
 __device__ __forceinline__ Range bracket_last_winner(
-    Smem& smem, float per_score, const float* values, unsigned int n_words, float low, float high,
-    unsigned int top_k, unsigned int& turn) {
-    for (int split = 0;; ++split) {
-        const Bins bins(low, high);
-        if (split > 0) renew_histogram(smem);
-        for_each_group(smem.in, values, n_words, [&](unsigned int, const auto&, const auto& f) {
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) atomicAdd(&smem.histogram[bins.bin(f[i])], 1);
-        });
-        const Bin bin = find_bin(smem, top_k);
-        const float found = Bins::kZero + bin.index;
-        if (bin.count > kCrowdedBin && split < kMaxSplits && low < high) {
-            // Split the bin again: between its own extremes.
-            low = infinity();
-            high = -infinity();
-            for_each_group(smem.in, values, n_words, [&](unsigned int, const auto&, const auto& f) {
-#pragma unroll
-                for (int i = 0; i < kWords; ++i) {
-                    if (bins.place(f[i]) == found) {
-                        low = fminf(low, f[i]);
-                        high = fmaxf(high, f[i]);
-                    }
-                }
-            });
-            unsigned int extremes[2] = {~total_order_key(low), total_order_key(high)};
-            reduce_max(smem, extremes, turn);
-            low = from_total_order_key(~extremes[0]);
-            high = from_total_order_key(extremes[1]);
-            continue;
-        }
-        float upper = -infinity();
-        float lower = infinity();
-        for_each_group(smem.in, values, n_words, [&](unsigned int w, const auto&, const auto& f) {
-            const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
+    Smem& smem, Bins bins, const float* values, unsigned int n_words, unsigned int top_k, unsigned int& turn) {
+    const int lane = threadIdx.x % kWarpSize;
+    Bin bin = locate_bin(smem, top_k);
+    for (int split = 0; split < kMaxSplits && (bin.count > kCrowdedBin || Bins::is_open(bin.index)); ++split) {
+        float low = infinity();
+        float high = -infinity();
+        for_each_group(smem.in, values, n_words, [&](unsigned int, const auto& group, const auto& f) {
 #pragma unroll
             for (int i = 0; i < kWords; ++i) {
-                const Range range = score_range(per_score, get(errors, i), f[i]);
-                const float place = bins.place(f[i]);
-                if (place <= found) upper = fmaxf(upper, range.upper);
-                if (place >= found) lower = fminf(lower, range.lower);
+                if ((group[i] >> lane & 1) != 0 && bins.bin(f[i]) == bin.index) {
+                    low = fminf(low, f[i]);
+                    high = fmaxf(high, f[i]);
+                }
             }
         });
-        unsigned int edges[2] = {total_order_key(upper), ~total_order_key(lower)};
-        reduce_max(smem, edges, turn);
-        return {from_total_order_key(~edges[1]), from_total_order_key(edges[0])};
+        unsigned int extremes[2] = {~total_order_key(low), total_order_key(high)};
+        reduce_max(smem, extremes, turn);
+        low = from_total_order_key(~extremes[0]);
+        high = from_total_order_key(extremes[1]);
+        if (low == high) return {low, high};
+        bins = Bins(low, high);
+        renew_histogram(smem);
+        for_each_group(smem.in, values, n_words, [&](unsigned int, const auto& group, const auto& f) {
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) {
+                if ((group[i] >> lane & 1) != 0) atomicAdd(&smem.histogram[bins.bin(f[i])], 1);
+            }
+        });
+        bin = find_bin(smem, top_k);
     }
+    return bins.edges(bin.index);
+}
+
+// Decide what each key's own error decides of the band, which holds all keys within the edges.
+__device__ __forceinline__ void narrow_band(
+    Smem& smem, Range edges, float per_score, const float* values, unsigned int n_words, unsigned int& turn) {
+    const int lane = threadIdx.x % kWarpSize;
+    float upper = -infinity();
+    float lower = infinity();
+    for_each_group(smem.band, values, n_words, [&](unsigned int w, const auto& group, const auto& f) {
+        const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            const Range range = score_range(per_score, get(errors, i), f[i]);
+            const bool is_open = group[i] >> lane & 1;
+            if (is_open && f[i] <= edges.upper) upper = fmaxf(upper, range.upper);
+            if (is_open && f[i] >= edges.lower) lower = fminf(lower, range.lower);
+        }
+    });
+    unsigned int extremes[2] = {total_order_key(upper), ~total_order_key(lower)};
+    reduce_max(smem, extremes, turn);
+    upper = from_total_order_key(extremes[0]);
+    lower = from_total_order_key(~extremes[1]);
+    for_each_group(smem.band, values, n_words, [&](unsigned int w, const auto& group, const auto& f) {
+        const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
+        alignas(16) unsigned int in[kWords];
+        unsigned int band[kWords];
+        *reinterpret_cast<uint4*>(in) = *reinterpret_cast<const uint4*>(&smem.in[w]);
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            const Range range = score_range(per_score, get(errors, i), f[i]);
+            const unsigned int decided_in = group[i] & __ballot_sync(kFullWarp, range.lower > upper);
+            in[i] |= decided_in;
+            band[i] = group[i] & ~decided_in & ~__ballot_sync(kFullWarp, range.upper < lower);
+        }
+        __syncwarp();  // all lanes have read the words that are replaced
+        store_words(&smem.in[w], in);
+        store_words(&smem.band[w], band);
+    });
+    __syncthreads();
 }
 
 // Replace f of the block's n_band band keys by their strict scores, as total order keys. `f_is_strict` says that
@@ -456,13 +572,32 @@ __device__ __forceinline__ void score_band(
                 const unsigned int t = smem.listed[i];
                 strict_keys[t] = total_order_key(values[t]);
             }
+        } else if (listed <= kWarps) {
+            score_listed<1>(smem, row, fuses, scale, listed, strict_keys);
+        } else if (listed <= kWarps * 2) {
+            score_listed<2>(smem, row, fuses, scale, listed, strict_keys);
+        } else if (listed <= kWarps * 3) {
+            score_listed<3>(smem, row, fuses, scale, listed, strict_keys);
         } else {
-            for (unsigned int i = threadIdx.x / kWarpSize * kKeys; i < listed; i += kWarps * kKeys) {
-                score_keys(smem, row, fuses, scale, &smem.listed[i], min(listed - i, kKeys), strict_keys);
-            }
+            score_listed<kKeys>(smem, row, fuses, scale, listed, strict_keys);
         }
         __syncthreads();
     }
+}
+
+// Counts the bits of smem.in and smem.band; what is known of the cluster goes to smem.counts. Returns the band keys of
+// the threads before, and in n_band the block's.
+__device__ __forceinline__ unsigned int count_keys(Smem& smem, unsigned int& n_band, unsigned int& turn) {
+    unsigned int block;
+    const unsigned int own = block_exclusive_scan<kThreads>(
+        __popc(smem.in[threadIdx.x]) << 16 | __popc(smem.band[threadIdx.x]), block, smem.scan);
+    n_band = block & 0xffff;
+    unsigned int totals[2] = {block >> 16, n_band};
+    unsigned int before[2];
+    sum_blocks(smem, totals, before, turn);
+    if (threadIdx.x == 0) smem.counts = {totals[0], totals[1], before[0], before[1]};
+    __syncthreads();
+    return own & 0xffff;
 }
 
 struct Winners {
@@ -491,29 +626,39 @@ __device__ __forceinline__ Winners select_band(Smem& smem, const unsigned int* v
     return {prefix, rank};
 }
 
-// Add the `wanted` best of the cluster's n_total band keys to smem.in: each key counts those better than it.
-// The block's n_band keys are still listed; `before` lie in the blocks before it.
-__device__ __forceinline__ void rank_band(
+// Add the `wanted` best of the cluster's n_total band keys to smem.in: each key counts those better than it. The
+// block's n_band keys are still listed; `before` lie in the blocks before it. Returns how many of those are among the
+// best.
+__device__ __forceinline__ unsigned int rank_band(
     Smem& smem, const unsigned int* strict_keys, unsigned int n_band, unsigned int before, unsigned int n_total,
     unsigned int wanted) {
     const unsigned int own = threadIdx.x;
-    const unsigned int t = own < n_band ? smem.listed[own] : 0;
-    const unsigned int key = own < n_band ? strict_keys[t] : 0;
     if (own < n_band) {
+        const unsigned int key = strict_keys[smem.listed[own]];
 #pragma unroll
         for (int i = 0; i < kCluster; ++i) cluster_store<kCluster>(smem.ranked[before + own], i, key);
     }
+    if (own >= n_total && own < (n_total + 3) / 4 * 4) smem.ranked[own] = 0;  // better than none
     cluster_sync<kCluster>();
-    if (own < n_band) {
+    bool wins = false;
+    if (own < n_total) {
+        const unsigned int key = smem.ranked[own];
         unsigned int better = 0;
-#pragma unroll 4
-        for (unsigned int i = 0; i < n_total; ++i) {
-            const unsigned int other = smem.ranked[i];
-            better += other > key || (other == key && i < before + own);
+#pragma unroll 2
+        for (unsigned int i = 0; i < n_total; i += 4) {
+            const uint4 others = *reinterpret_cast<const uint4*>(&smem.ranked[i]);
+            better += others.x > key || (others.x == key && i < own);
+            better += others.y > key || (others.y == key && i + 1 < own);
+            better += others.z > key || (others.z == key && i + 2 < own);
+            better += others.w > key || (others.w == key && i + 3 < own);
         }
-        if (better < wanted) atomicOr(&smem.in[t / 32], 1u << t % 32);
+        wins = better < wanted;
+        if (wins && own - before < n_band) {
+            const unsigned int t = smem.listed[own - before];
+            atomicOr(&smem.in[t / 32], 1u << t % 32);
+        }
     }
-    __syncthreads();
+    return __syncthreads_count(wins && own < before);
 }
 
 // The lowest n bits set in word.
@@ -523,11 +668,18 @@ __device__ __forceinline__ unsigned int lowest_bits(unsigned int word, unsigned 
     return word ^ rest;
 }
 
-// Write the positions of one word's winners; a warp's work.
-__device__ __forceinline__ void emit_word(
-    long long* out, unsigned int word, unsigned int position, unsigned int first) {
-    const int lane = threadIdx.x % kWarpSize;
-    if (word >> lane & 1) out[position + __popc(word & ((1u << lane) - 1))] = first + lane;
+// f of an allowed key, of another part of the row for each thread of a block and the same in all blocks of the cluster;
+// or a NaN. row_bias is null where nothing is to be added, and row_allowed where what is masked has been made a NaN.
+__device__ __forceinline__ float sample_score(
+    const float* row_scores, const float* row_bias, const unsigned int* row_allowed, unsigned int key_seq) {
+    const unsigned int words = (key_seq + 31) / 32;
+    const unsigned int w = threadIdx.x * ((words + kThreads - 1) / kThreads);
+    const float none = __uint_as_float(kMaskedScore);
+    if (w >= words) return none;
+    const unsigned int word = row_allowed == nullptr ? 1 : row_allowed[w];
+    if (word == 0) return none;
+    const unsigned int t = w * 32 + __ffs(word) - 1;
+    return row_bias == nullptr ? row_scores[t] : __fadd_rn(row_scores[t], row_bias[t]);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_dims__(kCluster, 1, 1)
@@ -552,7 +704,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
         mbarrier_init(smem.loaded, 1);
         fence_mbarrier_init();
     }
-    __syncthreads();
+    cluster_sync<kCluster>();  // only then may a block write to another's memory
 
     for (unsigned int r = blockIdx.x / kCluster; r < total_rows; r += gridDim.x / kCluster) {
         const unsigned int b = r / q_seq;
@@ -561,44 +713,59 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
         const Row row = {
             scores + 1ull * r * row_stride + first_key,
             account & kBiased ? bias + 1ull * r * key_seq + first_key : nullptr,
-            query + 1ull * r * kHeads * kHeadDim,
-            weights + 1ull * r * kHeads,
             key + (1ull * b * key_seq + first_key) * kHeadDim,
             length,
             (length + 31) / 32,
         };
-        unsigned int in_word = 0;  // this thread's
+        const unsigned int own_word = first_key / 32 + fresh_thread();  // this thread's, of the row's words
+        unsigned int in_word = 0;
         unsigned int equal_word = 0;
         unsigned int ties = 0;
+        bool is_ranked = false;
+        unsigned int winners_before = 0;  // in the blocks before, if it is
         bool has_scores = (account & ~kBiased) > top_k;
         smem.in[threadIdx.x] = 0;
         smem.band[threadIdx.x] = 0;
+        const unsigned int* row_allowed =
+            allowed == nullptr ? nullptr : allowed + 1ull * r * key_blocks * kBlockWords;
         if (allowed != nullptr && threadIdx.x < row.n_words) {
-            in_word = allowed[(1ull * r * key_blocks) * kBlockWords + first_key / 32 + threadIdx.x];
+            in_word = row_allowed[own_word];
             smem.in[threadIdx.x] = in_word;
         }
 
         if (has_scores) {
-            if (threadIdx.x < kWarpSize) load_row(smem, row, values);
+            load_row(smem, row, query + 1ull * r * kHeads * kHeadDim, values);
             const RowBound bound = bounds[r];
             const bool is_exact = bound.flags & kExactRow;
+            if (threadIdx.x == 0) smem.row_flags = bound.flags;
             const float per_score = row.bias == nullptr || is_exact ? 0.0f : bias_error;
             KeyWord key_word = {0, 0.0f};
             if (threadIdx.x < row.n_words) {
-                key_word = key_words[1ull * b * key_blocks * kBlockWords + first_key / 32 + threadIdx.x];
+                key_word = key_words[1ull * b * key_blocks * kBlockWords + own_word];
             }
+            const unsigned int irregular = key_word.norm < bound.max_norm ? key_word.irregular : ~0u;
+            smem.errors[threadIdx.x] = __fmaf_ru(bound.per_norm, key_word.norm, bound.floor);
             if (threadIdx.x < kHeads) {
-                smem.weights[threadIdx.x] = __fmul_rn(to_f32(row.weights[threadIdx.x]), weights_scale);
+                smem.weights[threadIdx.x] = __fmul_rn(to_f32(weights[1ull * r * kHeads + threadIdx.x]), weights_scale);
             }
             clear_histogram(smem);
+            const float* added_bias = allowed == nullptr ? nullptr : row.bias;
+            const float sample = sample_score(
+                row.scores - first_key, added_bias == nullptr ? nullptr : added_bias - first_key, row_allowed, key_seq);
+            unsigned int reach[2] = {
+                ~total_order_key(fminf(sample, infinity())), total_order_key(fmaxf(sample, -infinity()))};
+            reduce_warp<2>(smem, reach, turn);
             __syncthreads();
+            reduce_block<2>(smem, reach, turn);
+            const float low = from_total_order_key(~reach[0]);
+            const float high = from_total_order_key(reach[1]);
+            // A quarter more for the few greatest, which are often the ones looked for.
+            const Bins bins(low, __fmaf_rn(0.25f, __fsub_rn(high, low), high));
             mbarrier_wait(smem.loaded, loads & 1);
             ++loads;
 
-            // f of every allowed key, and the least and the greatest.
-            if (allowed != nullptr && row.bias != nullptr) add_bias(row, values);
-            float greatest = -infinity();
-            float least = infinity();
+            // Count f of every allowed key.
+            if (added_bias != nullptr) add_bias(row, values);
             float not_finite = 0.0f;  // a NaN once an infinity or a NaN was multiplied by zero
 #pragma unroll 1
             for (unsigned int w = threadIdx.x / kWarpSize * kWords; w < row.n_words; w += kWords * kWarps) {
@@ -616,78 +783,89 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                 } else {
                     *reinterpret_cast<uint4*>(group) = *reinterpret_cast<const uint4*>(&smem.in[w]);
                 }
+                if ((group[0] & group[1] & group[2] & group[3]) == kFullWarp) {
 #pragma unroll
-                for (int i = 0; i < kWords; ++i) {
-                    if (group[i] == kFullWarp) {
-                        greatest = fmaxf(greatest, f[i]);
-                        least = fminf(least, f[i]);
+                    for (int i = 0; i < kWords; ++i) {
                         not_finite = __fmaf_rn(f[i], 0.0f, not_finite);
-                    } else {
-                        // What is masked becomes -inf, which is below every bin.
-                        const bool is_allowed = group[i] >> lane & 1;
-                        const float known = is_allowed ? f[i] : -infinity();
-                        values[(w + i) * 32 + lane] = known;
-                        greatest = fmaxf(greatest, known);
-                        least = fminf(least, is_allowed ? known : infinity());
-                        not_finite = __fmaf_rn(is_allowed ? known : 0.0f, 0.0f, not_finite);
+                        atomicAdd(&smem.histogram[bins.bin(f[i])], 1);
+                    }
+                } else {
+#pragma unroll
+                    for (int i = 0; i < kWords; ++i) {
+                        if ((group[i] >> lane & 1) != 0) {
+                            not_finite = __fmaf_rn(f[i], 0.0f, not_finite);
+                            atomicAdd(&smem.histogram[bins.bin(f[i])], 1);
+                        }
                     }
                 }
             }
+            copy_async_wait<0>();  // the query
             __syncthreads();
             in_word = smem.in[threadIdx.x];
-            smem.errors[threadIdx.x] = __fmaf_ru(bound.per_norm, key_word.norm, bound.floor);
-            const bool is_irregular = isnan(not_finite) || (key_word.irregular & in_word) != 0 ||
-                                      (in_word != 0 && !(key_word.norm < bound.max_norm));
-            unsigned int extremes[4] = {
-                total_order_key(greatest), ~total_order_key(least), is_irregular, unsigned(__popc(in_word))};
-            unsigned int before[4];
-            reduce<3>(smem, extremes, before, turn);
-            if (allowed == nullptr) has_scores = extremes[3] > top_k;
+            unsigned int summary[3] = {
+                in_word != 0 ? __float_as_uint(smem.errors[threadIdx.x]) : 0,
+                isnan(not_finite) || (irregular & in_word) != 0, unsigned(__popc(in_word))};
+            unsigned int before[3];
+            reduce_warp<2>(smem, summary, turn);
+            sum_groups(smem);
+            __syncthreads();
+            reduce_block<2>(smem, summary, turn);
+            share_values(smem, summary, turn);
+            cluster_sync<kCluster>();
+            reduce_cluster<2>(smem, summary, before, turn);
+            if (allowed == nullptr) has_scores = summary[2] > top_k;
             if (has_scores) {
-                const float greatest_of_row = from_total_order_key(extremes[0]);
-                const float least_of_row = from_total_order_key(~extremes[1]);
-                const bool is_regular = (bound.flags & kRegularRow) && extremes[2] == 0 &&
-                                        __fsub_rn(greatest_of_row, least_of_row) < infinity();
-                Range between = {-infinity(), infinity()};
+                const bool is_regular = (smem.row_flags & kRegularRow) && summary[1] == 0;
+                Range edges = {-infinity(), infinity()};
+                Range decided = edges;
                 if (is_regular) {
-                    between = bracket_last_winner(
-                        smem, per_score, values, row.n_words, least_of_row, greatest_of_row, top_k, turn);
+                    edges = bracket_last_winner(smem, bins, values, row.n_words, top_k, turn);
+                    decided = thresholds(edges, per_score, __uint_as_float(summary[0]));
                 }
                 for_each_group(smem.in, values, row.n_words, [&](unsigned int w, const auto& group, const auto& f) {
-                    const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
                     unsigned int in[kWords];
-                    unsigned int band[kWords];
+                    bool is_open[kWords];
+                    bool is_any_open = false;
 #pragma unroll
                     for (int i = 0; i < kWords; ++i) {
-                        const Range range = score_range(per_score, get(errors, i), f[i]);
-                        const bool is_out = is_regular && range.upper < between.lower;
-                        in[i] = group[i] & __ballot_sync(kFullWarp, is_regular && range.lower > between.upper);
-                        band[i] = group[i] & ~in[i] & ~__ballot_sync(kFullWarp, is_out);
+                        const bool is_out = f[i] < decided.lower;
+                        is_open[i] = !is_out && !(f[i] > decided.upper);
+                        is_any_open = is_any_open || is_open[i];
+                        in[i] = group[i] & ~__ballot_sync(kFullWarp, is_out);
+                    }
+                    if (__any_sync(kFullWarp, is_any_open)) {
+                        unsigned int band[kWords];
+#pragma unroll
+                        for (int i = 0; i < kWords; ++i) {
+                            band[i] = in[i] & __ballot_sync(kFullWarp, is_open[i]);
+                            in[i] &= ~band[i];
+                        }
+                        store_words(&smem.band[w], band);
                     }
                     __syncwarp();  // all lanes have read the words that are replaced
                     store_words(&smem.in[w], in);
-                    store_words(&smem.band[w], band);
                 });
                 __syncthreads();
                 unsigned int n_band;
-                const unsigned int band_before =
-                    block_exclusive_scan<kThreads>(__popc(smem.band[threadIdx.x]), n_band, smem.scan);
-
-                const bool fuses = bound.flags & kFusingRow;
-                score_band(smem, row, fuses, is_exact && is_regular, scale, values, band_before, n_band);
-                in_word = smem.in[threadIdx.x];
-                const unsigned int band_word = smem.band[threadIdx.x];
-                unsigned int totals[2] = {unsigned(__popc(in_word)), unsigned(__popc(band_word))};
-                unsigned int before[2];
-                reduce<0>(smem, totals, before, turn);
-                const unsigned int wanted = top_k - totals[0];
-                if (totals[1] <= kRanked) {
-                    rank_band(smem, strict_keys, n_band, before[1], totals[1], wanted);
+                unsigned int own_band = count_keys(smem, n_band, turn);
+                if (is_regular && smem.counts.band > kWideBand) {
+                    narrow_band(smem, edges, per_score, values, row.n_words, turn);
+                    own_band = count_keys(smem, n_band, turn);
+                }
+                const bool fuses = smem.row_flags & kFusingRow;
+                score_band(smem, row, fuses, is_exact && is_regular, scale, values, own_band, n_band);
+                const Counts counts = smem.counts;
+                const unsigned int wanted = top_k - counts.in;
+                is_ranked = counts.band <= kRanked;
+                if (is_ranked) {
+                    winners_before = counts.in_before + rank_band(smem, strict_keys, n_band, counts.band_before,
+                                                                  counts.band, wanted);
                     in_word = smem.in[threadIdx.x];
                 } else {
                     const Winners winners = select_band(smem, strict_keys, wanted);
                     ties = winners.ties;
-                    for (unsigned int rest = band_word; rest != 0; rest &= rest - 1) {
+                    in_word = smem.in[threadIdx.x];
+                    for (unsigned int rest = smem.band[threadIdx.x]; rest != 0; rest &= rest - 1) {
                         const unsigned int strict_key = strict_keys[threadIdx.x * 32 + __ffs(rest) - 1];
                         if (strict_key > winners.key) in_word |= rest & -rest;
                         if (strict_key == winners.key) equal_word |= rest & -rest;
@@ -695,10 +873,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                 }
                 if (threadIdx.x == 0 && rank == 0 && !is_exact) {
                     if (!is_regular) atomicAdd(&counters[0], 1ull);
-                    atomicAdd(&counters[1], static_cast<unsigned long long>(totals[1]));
+                    atomicAdd(&counters[1], static_cast<unsigned long long>(counts.band));
                 }
-            } else {
-                in_word = smem.in[threadIdx.x];
             }
         } else if (allowed == nullptr) {
             // Too few keys to choose from: whatever is allowed.
@@ -716,32 +892,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
         unsigned int block_counts;
         const unsigned int counts_before = block_exclusive_scan<kThreads>(
             __popc(in_word) | __popc(equal_word) << 16, block_counts, smem.scan);
-        unsigned int totals[2] = {0, 0};
-        unsigned int before[2];
-        if (threadIdx.x == 0) {
-            totals[0] = block_counts & 0xffff;
-            totals[1] = block_counts >> 16;
-        }
-        reduce<0>(smem, totals, before, turn);
+        const unsigned int block_in = block_counts & 0xffff;
+        const unsigned int block_equal = block_counts >> 16;
+        unsigned int totals[2] = {block_in, block_equal};
+        unsigned int before[2] = {winners_before, 0};
+        if (!is_ranked) sum_blocks(smem, totals, before, turn);
+        const unsigned int ties_before = min(before[1], ties);  // in the blocks before
         const unsigned int equal_before = before[1] + (counts_before >> 16);
-        smem.positions[threadIdx.x] = before[0] + (counts_before & 0xffff) + min(equal_before, ties);
-        smem.in[threadIdx.x] = in_word | lowest_bits(equal_word, ties - min(equal_before, ties));
+        unsigned int place = (counts_before & 0xffff) + min(equal_before, ties) - ties_before;
+        in_word |= lowest_bits(equal_word, ties - min(equal_before, ties));
+        // Nobody looks at scores any longer: they make room for the positions, which go out side by side.
+        unsigned int* positions = reinterpret_cast<unsigned int*>(values);
+        for (unsigned int rest = in_word; rest != 0; rest &= rest - 1, ++place) {
+            positions[place] = first_key + threadIdx.x * 32 + __ffs(rest) - 1;
+        }
         __syncthreads();
         long long* row_out = out + 1ull * r * top_k;
-#pragma unroll 1
-        for (unsigned int w = threadIdx.x / kWarpSize * kWords; w < row.n_words; w += kWords * kWarps) {
-            const uint4 group = *reinterpret_cast<const uint4*>(&smem.in[w]);
-            const uint4 positions = *reinterpret_cast<const uint4*>(&smem.positions[w]);
-            emit_word(row_out, group.x, positions.x, first_key + w * 32);
-            emit_word(row_out, group.y, positions.y, first_key + w * 32 + 32);
-            emit_word(row_out, group.z, positions.z, first_key + w * 32 + 64);
-            emit_word(row_out, group.w, positions.w, first_key + w * 32 + 96);
-        }
-        const unsigned int kept = totals[0] + min(totals[1], ties);
+        const unsigned int n_winners = block_in + min(before[1] + block_equal, ties) - ties_before;
+        const unsigned int first = before[0] + ties_before;
+#pragma unroll 4
+        for (unsigned int i = threadIdx.x; i < n_winners; i += kThreads) row_out[first + i] = positions[i];
+        const unsigned int kept = is_ranked ? top_k : totals[0] + min(totals[1], ties);
         for (unsigned int slot = kept + rank * kThreads + threadIdx.x; slot < top_k; slot += kCluster * kThreads) {
             row_out[slot] = -1;
         }
-        fence_proxy_async();       // the next load overwrites what this thread has written,
-        cluster_sync<kCluster>();  // once all are done; and no block leaves before
+        fence_proxy_async();  // the next load overwrites what this thread has written
+        if (is_ranked) {
+            __syncthreads();  // no block has looked at another since the ranks were shared
+        } else {
+            cluster_sync<kCluster>();
+        }
     }
 }

@@ -27,3 +27,8 @@ template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+// cp.async.mbarrier.arrive.noinc: arrive at a barrier once this thread's copies so far have landed.
+__device__ __forceinline__ void copy_async_arrive(unsigned int barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}

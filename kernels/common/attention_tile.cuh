@@ -3,13 +3,7 @@
 
 #include "common/async_copy.cuh"
 #include "common/attention.cuh"
-
-// threadIdx.x, read anew: what is computed from it takes no registers in between.
-__device__ __forceinline__ unsigned int fresh_thread() {
-    unsigned int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
+#include "common/ptx.cuh"
 
 // Which tile this block computes, as an index for QueryTile. Of causal tiles, which differ in weight, the heaviest of
 // all planes should start first, or the last one is waited for; but then all planes' keys and values are in use at

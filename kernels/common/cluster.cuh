@@ -26,20 +26,20 @@ __device__ __forceinline__ void cluster_sync() {
     }
 }
 
-// mapa and ld.shared::cluster: what block `rank` of the cluster has where this block has `object`.
+// mapa and ld.shared::cluster: 16 bytes of what block `rank` of the cluster has where this block has `object`.
 template <int kBlocks>
-__device__ __forceinline__ unsigned int cluster_load(const unsigned int& object, unsigned int rank) {
+__device__ __forceinline__ uint4 cluster_load(const uint4& object, unsigned int rank) {
     if constexpr (kBlocks == 1) {
         return object;
     } else {
-        unsigned int value;
+        uint4 value;
         asm volatile(
             "{\n"
             ".reg .b32 address;\n"
-            "mapa.shared::cluster.u32 address, %1, %2;\n"
-            "ld.shared::cluster.u32 %0, [address];\n"
+            "mapa.shared::cluster.u32 address, %4, %5;\n"
+            "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [address];\n"
             "}"
-            : "=r"(value)
+            : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
             : "r"(shared_address(&object)), "r"(rank)
             : "memory");
         return value;

@@ -1,5 +1,5 @@
-// Transaction barriers in shared memory (mbarrier, sm_90): one PTX instruction to a wrapper, and the
-// place of a ring of stages that they guard.
+// Barriers in shared memory (mbarrier: from sm_80 on, and from sm_90 on with transactions): one PTX instruction to a
+// wrapper, and the place of a ring of stages that they guard.
 //
 // A phase of a barrier completes when its expected arrivals and bytes have all come in. A waiter names
 // the parity of the phase that it waits for; a fresh barrier is in phase 0, so a wait for parity 1
@@ -31,13 +31,20 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier& barrier, unsi
                  : "memory");
 }
 
-// mbarrier.try_wait.parity: whether the phase is complete, after a wait of limited time.
+#if __CUDA_ARCH__ >= 900
+#define MBARRIER_WAIT "try_wait"
+#else
+#define MBARRIER_WAIT "test_wait"
+#endif
+
+// mbarrier.try_wait.parity: whether the phase is complete, after a wait of limited time. Before sm_90 there is only
+// mbarrier.test_wait.parity, which does not wait.
 __device__ __forceinline__ bool mbarrier_try_wait(const Barrier& barrier, unsigned int parity) {
     unsigned int done;
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "mbarrier." MBARRIER_WAIT ".parity.shared::cta.b64 p, [%1], %2;\n"
         "selp.u32 %0, 1, 0, p;\n"
         "}"
         : "=r"(done)

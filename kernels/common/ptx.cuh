@@ -7,6 +7,13 @@ __device__ __forceinline__ unsigned int shared_address(const void* object) {
     return static_cast<unsigned int>(__cvta_generic_to_shared(object));
 }
 
+// threadIdx.x, read anew: what is computed from it takes no registers in between.
+__device__ __forceinline__ unsigned int fresh_thread() {
+    unsigned int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // ex2.approx.ftz.f32: 2^x with a relative error of 2^-22, subnormal results flushed to zero.
 __device__ __forceinline__ float ex2(float x) {
     float result;

@@ -25,12 +25,13 @@ from nxrt_cuda.ops.dsa_geometry import Dims
 
 __all__ = [
     "BIAS_ERROR",
-    "COMPUTE_CAPABILITY",
     "ELEMENT_TYPES",
     "WORKSPACE_BYTES",
+    "Abilities",
     "CertifiedLayout",
     "Chunk",
     "NormWeights",
+    "abilities",
     "certified_specs",
     "certify_config",
     "certify_spec",
@@ -56,8 +57,44 @@ __all__ = [
 ELEMENT_TYPES = (float32, float16, bfloat16)
 _HEADS = (32, 64)
 _HEAD_DIMS = (64, 128)
-COMPUTE_CAPABILITY = (9, 0)
-_ARCH = "sm_90a"
+_LEAST_CAPABILITY = (8, 0)
+
+
+class Abilities(NamedTuple):
+    """What the kernels can count on, on devices of one compute capability.
+
+    Attributes:
+        arch: such a device's architecture.
+        has_wgmma: asynchronous products of matrices in shared memory, which the tensor memory accelerator brings. Else
+            mma.sync and cp.async, which all devices have.
+        has_clusters: blocks that share a row, and bulk copies.
+        has_large_blocks: shared memory for the scores of _LARGE_KEYS keys beside what else the selection keeps there.
+        step_error: what a step of 16 products loses at most, in units of 2^-24 of the magnitudes summed so far.
+    """
+
+    arch: str
+    has_wgmma: bool
+    has_clusters: bool
+    has_large_blocks: bool
+    step_error: float
+
+
+_STEP_ERRORS = {8: 22.0, 9: 10.5, 10: 10.5, 12: 10.5}
+"""By major compute capability, as far as there are models; ``docs/dsa_exactness.md`` derives them."""
+
+
+def abilities(compute_capability: tuple[int, int]) -> Abilities:
+    """Of a device. Where nobody has published how tensor cores sum, they are taken for the coarsest known."""
+    major, minor = compute_capability
+    has_wgmma = compute_capability == (9, 0)
+    return Abilities(
+        arch="sm_90a" if has_wgmma else f"sm_{major}{minor}",
+        has_wgmma=has_wgmma,
+        has_clusters=major >= 9,
+        has_large_blocks=9 <= major < 12,
+        step_error=_STEP_ERRORS.get(major, max(_STEP_ERRORS.values())),
+    )
+
 
 WORKSPACE_BYTES = 256 << 20
 """What the workspace is kept below by default, as far as one row allows."""
@@ -86,6 +123,12 @@ _TILINGS = {
 }
 """By parts of a vector and head size."""
 
+# The score kernel for mma.sync: it takes the same tiles, in slices of columns.
+_MMA_SLICE = 64
+_MMA_WARPS, _MMA_THREADS = 8, 352
+_MMA_STAGES = {(1, 64): 4, (1, 128): 4, (2, 64): 4, (2, 128): 2}
+"""Slices of queries in shared memory, by parts of a vector and head size: what fits the smallest, of 99 KB."""
+
 _SPLIT_THREADS = 256
 _SPLIT_BLOCKS = 16  # a multiprocessor
 _PREPARE_THREADS = 256
@@ -97,6 +140,11 @@ _LARGE_THREADS, _LARGE_KEYS = 512, 16384
 _FEW_KEYS = 1024  # a block with fewer is not worth its share of the barriers
 _CERTIFY_KEYS = 256  # what a block takes is a multiple of
 _MAX_KEY_SEQ = _CLUSTERS[-1] * _LARGE_KEYS
+
+# The certify kernel for rows that one block takes alone, by words of 32 keys a thread: one, and the row's scores fit
+# shared memory beside the rest, or as many as the longest row needs.
+_BLOCK_THREADS = {1: _SMALL_THREADS, 8: 512}
+_LONG_ROW_WARPS = 8  # that score keys at a time
 
 _SPLIT_PARAMS = (
     *(Param(name, "ptr") for name in ("query", "key", "query_parts", "key_parts")),
@@ -113,6 +161,10 @@ _SCORE_PARAMS = (
     *(Param(name, "u32") for name in ("batch", "q_seq", "key_seq", "row_stride", "top_k")),
     *(Param(name, "f32") for name in ("scale", "weights_scale", "error_scale")),
     *(Param(name, "f32") for name in ("first_weight", "element_weight", "step_weight", "low_weight", "norm_floor")),
+)
+_MMA_SCORE_PARAMS = tuple(
+    Param(name.replace("_map", "_vectors"), "ptr") if kind == "tensor_map" else Param(name, kind)
+    for name, kind in _SCORE_PARAMS
 )
 _CERTIFY_PARAMS = (
     *(
@@ -134,8 +186,10 @@ def uncertified_reason(
 
     ``aligned`` says whether query and key begin at multiples of 16 bytes.
     """
-    if compute_capability != COMPUTE_CAPABILITY:
-        return "tensor-core scores are for compute capability 9.0, this device has {}.{}".format(*compute_capability)
+    if compute_capability < _LEAST_CAPABILITY:
+        return "compute capability {}.{} is below 8.0, which has no tensor cores for all dtypes".format(
+            *compute_capability
+        )
     if dims.heads not in _HEADS:
         return f"{dims.heads} heads; tensor-core scores take {_HEADS[0]} or {_HEADS[1]}"
     if dims.head_dim not in _HEAD_DIMS:
@@ -145,7 +199,7 @@ def uncertified_reason(
     if top_k >= 2**31:
         return f"top_k {top_k} does not fit 31 bits"
     if not 0 < dims.key_seq <= _MAX_KEY_SEQ:
-        return f"{dims.key_seq} keys; a cluster holds rows of 1 to {_MAX_KEY_SEQ}"
+        return f"{dims.key_seq} keys; rows of 1 to {_MAX_KEY_SEQ} are certified"
     if not aligned:
         return "query or key does not begin at a multiple of 16 bytes"
     return None
@@ -177,16 +231,17 @@ class NormWeights(NamedTuple):
         return self.first + self.per_element * (head_dim - d) + self.per_step * (head_dim // 16 - d // 16)
 
 
-def norm_weights(dtype: DataType, heads: int, head_dim: int) -> NormWeights:
-    """The norm of ``docs/dsa_exactness.md``, in units of 2^-24."""
+def norm_weights(dtype: DataType, heads: int, head_dim: int, per_step: float) -> NormWeights:
+    """The norm of ``docs/dsa_exactness.md``, in units of 2^-24; ``per_step`` is a device's ``step_error``."""
     in_hand = 1.1
-    per_element, per_step = 1.0, 10.5
+    per_element = 1.0
     strict = 2 + (heads - 1)
     head_sum = heads / 4 + 3
     split, low = 0.0, 0.0
     if dtype == float32:
         strict += 1
-        head_sum += head_dim / 64
+        # What the steps of the two small products lose, whose sums are at most 2^-7 of the whole.
+        head_sum += 2 * (head_dim / 16) * per_step * 2**-7
         # Parts of 8 bits: what is left of an element is at most 2^-8 of its lower part.
         split = 128.0
         low = 2.0**32 / split + 2.0**24
@@ -427,9 +482,41 @@ def _score_shared_bytes(dtype: DataType, columns: int, head_dim: int) -> int:
     return div_up(operands + weights + tiles + barriers + scan + 8, 1024) * 1024
 
 
-def score_spec(dtype: DataType, dims: Dims) -> KernelSpec:
+def _mma_shared_bytes(dtype: DataType, head_dim: int) -> int:
+    stages = _MMA_STAGES[parts(dtype), head_dim]
+    row_bytes = head_dim * part_type(dtype).itemsize
+    queries, keys = stages * parts(dtype) * _MMA_SLICE * row_bytes, _MMA_WARPS * 16 * row_bytes
+    weights, slices = 4 * _MMA_SLICE * stages, 28 * stages
+    barriers, half_words = 8 * 2 * stages, 8 * _MMA_WARPS
+    scan = 4 * (_MMA_THREADS // 32)
+    return div_up(queries + keys + weights + div_up(slices, 8) * 8 + barriers + half_words + scan + 8, 256) * 256
+
+
+def score_spec(dtype: DataType, dims: Dims, able: Abilities) -> KernelSpec:
     """Of the tensor-core score kernel."""
-    return _score_spec(dtype, dims.heads, dims.head_dim, _columns(dims.heads, dims.q_seq))
+    make = _score_spec if able.has_wgmma else _mma_score_spec
+    return make(dtype, dims.heads, dims.head_dim, _columns(dims.heads, dims.q_seq))
+
+
+def _mma_score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) -> KernelSpec:
+    macros = {
+        "ELEMENT": dtype.cuda,
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "COLUMNS": columns,
+        "BLOCK_KEYS": _tiling(dtype, head_dim).block_keys,
+        "QUERY_STAGES": _MMA_STAGES[parts(dtype), head_dim],
+        "SHARED_BYTES": _mma_shared_bytes(dtype, head_dim),
+    }
+    return KernelSpec(
+        source="dsa_index_select_score_mma.cu",
+        entry="dsa_index_select_score_mma",
+        params=_MMA_SCORE_PARAMS,
+        threads=_MMA_THREADS,
+        macros=_text(macros),
+        contract=False,
+        changeable=(),
+    )
 
 
 def _score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) -> KernelSpec:
@@ -451,7 +538,7 @@ def _score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) -> Ker
         threads=_SCORE_THREADS,
         macros=_text(macros),
         contract=False,
-        arch=_ARCH,
+        arch="sm_90a",
         changeable=(),
     )
 
@@ -472,29 +559,66 @@ def _cluster(dims: Dims, rows: int, multiprocessors: int) -> tuple[int, int]:
     return cluster, _SMALL_THREADS if dims.key_seq <= cluster * _SMALL_KEYS else _LARGE_THREADS
 
 
-def _certify_shared_bytes(dtype: DataType, heads: int, head_dim: int, threads: int) -> int:
+def _certify_shared_bytes(dtype: DataType, heads: int, head_dim: int, cluster: int, threads: int) -> int:
     """Of the kernel's struct; the scores of the block's keys follow it."""
     warps = threads // 32
     query = heads * (head_dim * dtype.itemsize + 16)
     staged = warps * 4 * max(head_dim, heads + 4) * 4
     words = 4 * 4 * threads
-    scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 + 4 * 3
-    return div_up(query + max(4 * 4096, staged) + 4 * heads + 4 * 32 + words + 2 * 1024 + 8 + scan, 16) * 16
+    scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 * cluster + 4 * (3 + 4 + 1)
+    groups = 4 * 32 * cluster
+    return div_up(query + max(4 * 4096, staged) + 4 * heads + groups + words + 2 * 1024 + 8 + scan, 16) * 16
 
 
-def certify_spec(dtype: DataType, dims: Dims, rows: int, multiprocessors: int) -> KernelSpec:
-    """Of the selection; few rows are spread over more blocks."""
-    return _certify_spec(dtype, dims.heads, dims.head_dim, *_cluster(dims, rows, multiprocessors))
+def _certify_block_shared_bytes(dtype: DataType, heads: int, head_dim: int, thread_words: int) -> int:
+    """The same of the kernel for one block a row."""
+    threads = _BLOCK_THREADS[thread_words]
+    warps, words, in_shared = threads // 32, threads * thread_words, thread_words == 1
+    query = heads * (head_dim * dtype.itemsize + 16)
+    staged = (warps if in_shared else _LONG_ROW_WARPS) * 4 * max(head_dim, heads + 4) * 4
+    kept = 4 * (3 * words if in_shared else 2 * words + 4)
+    listed = (2 if in_shared else 4) * 1024
+    scan = 4 * warps * (1 + 2 * 3) + 4 * 3
+    return div_up(query + max(4 * 4096, staged) + 4 * heads + 4 * 32 + kept + listed + scan, 16) * 16
 
 
-def _certify_spec(dtype: DataType, heads: int, head_dim: int, cluster: int, threads: int) -> KernelSpec:
+def certify_spec(dtype: DataType, dims: Dims, rows: int, multiprocessors: int, able: Abilities) -> KernelSpec:
+    """Of the selection; few rows are spread over more blocks, if they can share one."""
+    if able.has_clusters:
+        cluster, threads = _cluster(dims, rows, multiprocessors)
+        if threads == _SMALL_THREADS or able.has_large_blocks:
+            return _certify_spec(dtype, dims.heads, dims.head_dim, cluster, threads, able.arch)
+    return _certify_block_spec(dtype, dims.heads, dims.head_dim, 1 if dims.key_seq <= _SMALL_KEYS else 8)
+
+
+def _certify_block_spec(dtype: DataType, heads: int, head_dim: int, thread_words: int) -> KernelSpec:
+    macros = {
+        "ELEMENT": dtype.cuda,
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_KEYS": _tiling(dtype, head_dim).block_keys,
+        "THREAD_WORDS": thread_words,
+        "SHARED_BYTES": _certify_block_shared_bytes(dtype, heads, head_dim, thread_words),
+    }
+    return KernelSpec(
+        source="dsa_index_select_certify_block.cu",
+        entry="dsa_index_select_certify_block",
+        params=tuple(param for param in _CERTIFY_PARAMS if param.name != "block_keys"),
+        threads=_BLOCK_THREADS[thread_words],
+        macros=_text(macros),
+        contract=False,
+        changeable=(),
+    )
+
+
+def _certify_spec(dtype: DataType, heads: int, head_dim: int, cluster: int, threads: int, arch: str) -> KernelSpec:
     macros = {
         "ELEMENT": dtype.cuda,
         "HEADS": heads,
         "HEAD_DIM": head_dim,
         "BLOCK_KEYS": _tiling(dtype, head_dim).block_keys,
         "CLUSTER": cluster,
-        "SHARED_BYTES": _certify_shared_bytes(dtype, heads, head_dim, threads),
+        "SHARED_BYTES": _certify_shared_bytes(dtype, heads, head_dim, cluster, threads),
     }
     return KernelSpec(
         source="dsa_index_select_certify.cu",
@@ -503,26 +627,31 @@ def _certify_spec(dtype: DataType, heads: int, head_dim: int, cluster: int, thre
         threads=threads,
         macros=_text(macros),
         contract=False,
-        arch=_ARCH,
+        arch=arch,
         changeable=(),
     )
 
 
-def certify_config(spec: KernelSpec, dims: Dims, rows: int, max_grid_x: int) -> tuple[LaunchConfig, int]:
-    """A cluster a row, in strides; and how many keys each of its blocks takes."""
+def certify_config(spec: KernelSpec, dims: Dims, rows: int, max_grid_x: int) -> tuple[LaunchConfig, tuple[int, ...]]:
+    """A block or a cluster a row, in strides; and how many keys each block takes, where they share a row."""
     macros = dict(spec.macros)
-    cluster = int(macros["CLUSTER"])
+    cluster = int(macros.get("CLUSTER", 1))
     block_keys = div_up(div_up(dims.key_seq, cluster), _CERTIFY_KEYS) * _CERTIFY_KEYS
     blocks = max(1, min(rows, max_grid_x // cluster)) * cluster if rows else 0
-    shared_bytes = int(macros["SHARED_BYTES"]) + 4 * block_keys
-    return LaunchConfig((blocks, 1, 1), (spec.threads, 1, 1), shared_bytes), block_keys
+    score_bytes = 4 * block_keys if macros.get("THREAD_WORDS", "1") == "1" else 0
+    config = LaunchConfig((blocks, 1, 1), (spec.threads, 1, 1), int(macros["SHARED_BYTES"]) + score_bytes)
+    return config, (block_keys,) if "CLUSTER" in macros else ()
 
 
-def certified_specs() -> tuple[KernelSpec, ...]:
-    """Every specialisation of the variant."""
+def certified_specs(able: Abilities) -> tuple[KernelSpec, ...]:
+    """Every specialisation of the variant for a device."""
     shapes = list(product(ELEMENT_TYPES, _HEADS, _HEAD_DIMS))
     tile_rows = (1, *(_COLUMNS // heads for heads in _HEADS))
-    blocks = [*((cluster, _SMALL_THREADS) for cluster in _CLUSTERS), (_CLUSTERS[-1], _LARGE_THREADS)]
+    score = _score_spec if able.has_wgmma else _mma_score_spec
+    blocks = [(cluster, _SMALL_THREADS) for cluster in _CLUSTERS] if able.has_clusters else []
+    if able.has_large_blocks:
+        blocks.append((_CLUSTERS[-1], _LARGE_THREADS))
+    thread_words = () if able.has_large_blocks else (8,) if able.has_clusters else tuple(_BLOCK_THREADS)
     return (
         *(split_spec(head_dim) for head_dim in _HEAD_DIMS),
         *(
@@ -530,8 +659,9 @@ def certified_specs() -> tuple[KernelSpec, ...]:
             for rows in tile_rows
             for keys in sorted({t.block_keys for t in _TILINGS.values()})
         ),
-        *(_score_spec(*shape, columns) for shape in shapes for columns in (shape[1], _COLUMNS)),
-        *(_certify_spec(*shape, *block) for shape in shapes for block in blocks),
+        *(score(*shape, columns) for shape in shapes for columns in (shape[1], _COLUMNS)),
+        *(_certify_spec(*shape, *block, able.arch) for shape in shapes for block in blocks),
+        *(_certify_block_spec(*shape, words) for shape in shapes for words in thread_words),
     )
 
 

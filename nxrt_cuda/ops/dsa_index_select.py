@@ -23,8 +23,8 @@ score of any sign or payload is one value, the greatest. H = 0 or D = 0 is an er
 to score with; B = 0 or S = 0 is a counted execution without launches; T = 0 writes the padding.
 
 There are two variants, which select the same: strict, which computes every score in the definition's order, and
-certified, which scores on tensor cores and repairs what their error leaves open (``docs/dsa_exactness.md``).
-:func:`nxrt_cuda.ops.dsa_certified.uncertified_reason` decides between them; the environment variable
+certified, which scores on tensor cores and repairs what their error leaves open (``docs/dsa_exactness.md``); the latter
+has kernels for Hopper and ones for every device. :func:`nxrt_cuda.ops.dsa_plan.choose_variant` decides; the variable
 ``NXRT_CUDA_DSA=strict``, or :class:`Options` given to the factory, leaves the strict one alone.
 
 All launches share a workspace that the kernel object owns. It keeps its address from the warm-up through
@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from nxrt_cuda.capture import DeviceGraphResource
@@ -50,7 +51,16 @@ from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.node import Node
 from nxrt_cuda.ops import dsa_certified, dsa_variants
 from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, check_shapes, resolve_dims
-from nxrt_cuda.ops.dsa_plan import Attributes, CertifiedPlan, DsaChoice, Options, Plan, StrictPlan
+from nxrt_cuda.ops.dsa_plan import (
+    Attributes,
+    CertifiedPlan,
+    DsaChoice,
+    DsaVariant,
+    Options,
+    Plan,
+    StrictPlan,
+    choose_variant,
+)
 from nxrt_cuda.ops.dsa_variants import ACCESS_BYTES, ELEMENT_TYPES
 from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
 from nxrt_cuda.ops.operands import check_memory, operand_label
@@ -80,6 +90,9 @@ __all__ = [
 _OPERAND_NAMES = (*INPUT_NAMES, "selected_indices")
 _OUTPUT = len(INPUT_NAMES)
 _LEAST_CAPABILITY = (8, 0)
+_DEVICES = ((8, 0), (9, 0), (10, 0), (12, 0))
+"""One of each kind that differs in its kernels."""
+
 _I64_MAX = 2**63 - 1
 
 
@@ -295,18 +308,20 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         runtime, attributes, options, limit = self._runtime, self._attributes, self._options, self._max_grid_x
         runtime.require_nvrtc_half_headers(OP)
         capability = runtime.capabilities.compute_capability
-        reason = (
-            "asked for"
+        choice = (
+            DsaChoice(DsaVariant.STRICT, "asked for")
             if options.mode == "strict"
-            else dsa_certified.uncertified_reason(dtype, dims, attributes.top_k, capability, aligned=aligned)
+            else choose_variant(dtype, dims, attributes.top_k, capability, aligned=aligned)
         )
-        if reason is not None:
+        if choice.variant is DsaVariant.STRICT:
             strict = WorkspaceLayout.of(dims)
-            return StrictPlan(runtime, dims, dtype, attributes, strict, reason, aligned=aligned, max_grid_x=limit)
+            return StrictPlan(runtime, dims, dtype, attributes, strict, choice, aligned=aligned, max_grid_x=limit)
         certified = dsa_certified.CertifiedLayout.of(dims, dtype, options.workspace_bytes)
         if self._counters is None:
             self._counters = runtime.zeros((2,), uint64)
-        return CertifiedPlan(runtime, dims, dtype, attributes, certified, max_grid_x=limit, counters=self._counters)
+        return CertifiedPlan(
+            runtime, dims, dtype, attributes, certified, choice, max_grid_x=limit, counters=self._counters
+        )
 
 
 class DsaIndexSelectFactory(KernelFactory):
@@ -349,8 +364,8 @@ class DsaIndexSelectFactory(KernelFactory):
     @classmethod
     def kernel_specs(cls, compute_capability: tuple[int, int]) -> tuple[KernelSpec, ...]:
         """All that the operator can launch."""
-        is_certified = compute_capability == dsa_certified.COMPUTE_CAPABILITY
-        return kernel_specs() if is_certified else dsa_variants.kernel_specs()
+        able = dsa_certified.abilities(compute_capability)
+        return (*dsa_variants.kernel_specs(), *dsa_certified.certified_specs(able))
 
     def create_kernel_with_grid_limit(self, node: Node, max_grid_x: int) -> DsaIndexSelectKernel:
         """A kernel that launches no more than ``max_grid_x`` blocks, for tests of the grid stride.
@@ -367,7 +382,8 @@ class DsaIndexSelectFactory(KernelFactory):
 
 def kernel_specs() -> tuple[KernelSpec, ...]:
     """Every specialisation that the operator can launch on any device."""
-    return (*dsa_variants.kernel_specs(), *dsa_certified.certified_specs())
+    specs = (dsa_certified.certified_specs(dsa_certified.abilities(device)) for device in _DEVICES)
+    return tuple(dict.fromkeys(chain(dsa_variants.kernel_specs(), *specs)))
 
 
 def unsupported_reason(

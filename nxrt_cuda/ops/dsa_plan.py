@@ -36,6 +36,7 @@ __all__ = [
     "Plan",
     "Step",
     "StrictPlan",
+    "choose_variant",
 ]
 
 _MODE = "NXRT_CUDA_DSA"
@@ -43,10 +44,14 @@ _MODES = ("auto", "strict")
 
 
 class DsaVariant(StrEnum):
-    """How scores are computed; what is selected is the same."""
+    """How scores are computed; what is selected is the same.
+
+    The certified ones are approximate, and repaired: on Hopper through wgmma, elsewhere through mma.sync.
+    """
 
     STRICT = "strict"
     CERTIFIED = "certified"
+    CERTIFIED_MMA = "certified_mma"
 
 
 class DsaChoice(NamedTuple):
@@ -54,6 +59,22 @@ class DsaChoice(NamedTuple):
 
     variant: DsaVariant
     reason: str
+
+
+def choose_variant(
+    dtype: DataType, dims: Dims, top_k: int, compute_capability: tuple[int, int], *, aligned: bool
+) -> DsaChoice:
+    """The variant for a call on a device. ``aligned``: query and key begin at multiples of 16 bytes."""
+    reason = certified.uncertified_reason(dtype, dims, top_k, compute_capability, aligned=aligned)
+    if reason is not None:
+        return DsaChoice(DsaVariant.STRICT, reason)
+    repaired = "repaired where their error leaves a rank open"
+    if certified.abilities(compute_capability).has_wgmma:
+        return DsaChoice(DsaVariant.CERTIFIED, f"tensor-core scores, {repaired}")
+    capability = "{}.{}".format(*compute_capability)
+    return DsaChoice(
+        DsaVariant.CERTIFIED_MMA, f"tensor-core scores through mma.sync on compute capability {capability}, {repaired}"
+    )
 
 
 @dataclass(frozen=True)
@@ -144,12 +165,12 @@ class StrictPlan(Plan):
         dtype: DataType,
         attributes: Attributes,
         layout: WorkspaceLayout,
-        reason: str,
+        choice: DsaChoice,
         *,
         aligned: bool,
         max_grid_x: int,
     ) -> None:
-        self.choice = DsaChoice(DsaVariant.STRICT, reason)
+        self.choice = choice
         self._layout = layout
         self.nbytes = layout.nbytes
         tile = strict.choose_tile(dims)
@@ -194,13 +215,12 @@ class CertifiedPlan(Plan):
         dtype: DataType,
         attributes: Attributes,
         layout: certified.CertifiedLayout,
+        choice: DsaChoice,
         *,
         max_grid_x: int,
         counters: TensorMut,
     ) -> None:
-        self.choice = DsaChoice(
-            DsaVariant.CERTIFIED, "tensor-core scores, repaired where their error leaves a rank open"
-        )
+        self.choice = choice
         self.nbytes = layout.nbytes
         self._chunks = [
             _ChunkLaunches(runtime, dims, dtype, attributes, layout, chunk, max_grid_x, counters)
@@ -245,6 +265,8 @@ class _ChunkLaunches:
             row * attributes.top_k * 8,
         )
         processors = runtime.capabilities.multiprocessor_count
+        able = certified.abilities(runtime.capabilities.compute_capability)
+        self._has_maps = able.has_wgmma
         extents = (chunk.batch, chunk.q_seq, dims.key_seq)
         stride = certified.row_stride(dims)
         scales = (attributes.scale, attributes.weights_scale)
@@ -258,10 +280,10 @@ class _ChunkLaunches:
                 config = certified.split_config(function.spec, dims, chunk, processors, max_grid_x)
                 vectors = (chunk.rows * dims.heads, chunk.batch * dims.key_seq)
                 self.split = runtime.prepare(function, config, *_unbound(function.spec), *vectors, op=OP)
-            function = loaded(runtime, certified.score_spec(dtype, dims))
+            function = loaded(runtime, certified.score_spec(dtype, dims, able))
             config = certified.score_config(function.spec, dims, dtype, chunk, processors, max_grid_x)
-            maps = (bytes(128), bytes(128))
-            norms = certified.norm_weights(dtype, dims.heads, dims.head_dim)
+            maps = (bytes(128), bytes(128)) if self._has_maps else ()
+            norms = certified.norm_weights(dtype, dims.heads, dims.head_dim, able.step_error)
             error_scale = certified.error_scale(attributes.scale)
             self.score = runtime.prepare(
                 function,
@@ -281,13 +303,13 @@ class _ChunkLaunches:
             *_if(self.prepare, layout.allowed_offset, layout.rows_offset, layout.tiles_offset),
             *_if(self.split, layout.query_parts_offset, layout.key_parts_offset),
         )
-        function = loaded(runtime, certified.certify_spec(dtype, dims, chunk.rows, processors))
-        config, block_keys = certified.certify_config(function.spec, dims, chunk.rows, max_grid_x)
+        function = loaded(runtime, certified.certify_spec(dtype, dims, chunk.rows, processors, able))
+        config, shares = certified.certify_config(function.spec, dims, chunk.rows, max_grid_x)
         self.certify = runtime.prepare(
             function,
             config,
             *_unbound(function.spec),
-            *(chunk.rows, chunk.q_seq, dims.key_seq, stride, block_keys, attributes.top_k),
+            *(chunk.rows, chunk.q_seq, dims.key_seq, stride, *shares, attributes.top_k),
             *(*scales, certified.BIAS_ERROR),
             op=OP,
         )
@@ -316,7 +338,9 @@ class _ChunkLaunches:
         else:
             self.split.bind(query, key, query_parts, key_parts)
         if self.score is not None:
-            self.score.bind(query, weights, added_bias, rows, tiles, scores, key_words, bounds)
+            vectors = () if self._has_maps else (query_parts, key_parts)
+            self.score.bind(query, weights, added_bias, rows, tiles, scores, key_words, bounds, *vectors)
+        if self.score is not None and self._has_maps:
             query_map, key_map = self._maps or self._encode_maps(self.score, query_parts, key_parts)
             query_map.move(query_parts)
             key_map.move(key_parts)

@@ -1,4 +1,4 @@
-"""The certified DsaIndexSelect for the host driver: its four kernels, made of the oracle's own parts.
+"""The certified DsaIndexSelect for the host driver: its kernels, made of the oracle's own parts.
 
 Scores are strict ones of what is multiplied, and the selection goes by those of the operands once it has seen that they
 lie within the bound; so what is left to go wrong is what the launches hand to each other.
@@ -71,20 +71,40 @@ def _prepare_entry(launch: HostLaunch) -> None:
     flags[tiles.size :] = 0
 
 
-def _score_entry(launch: HostLaunch) -> None:
+def _score_sm90_entry(launch: HostLaunch) -> None:
+    """Vectors by tensor maps."""
+    args = launch.args
+    batch, q_seq, key_seq, block_keys, _ = _extents(launch)
+    depth = _part(launch)[1] * int(launch.macros["HEAD_DIM"])
+    heads, columns = int(launch.macros["HEADS"]), int(launch.macros["COLUMNS"])
+    query_map, key_map = (HostTensorMap.decode(args[name]) for name in ("query_map", "key_map"))
+    if query_map.extents != (depth, batch * q_seq * heads, 1) or query_map.box != (64, columns, 1):
+        raise ValueError(f"{query_map} does not describe {batch} x {q_seq} rows of {heads} heads of {depth}")
+    if key_map.extents != (depth, key_seq, batch) or key_map.box != (64, block_keys, 1):
+        raise ValueError(f"{key_map} does not describe {batch} x {key_seq} keys of {depth}")
+    _score(launch, query_map.address, key_map.address)
+
+
+def _score_mma_entry(launch: HostLaunch) -> None:
+    """Vectors by addresses."""
+    _score(launch, int(launch.args["query_vectors"]), int(launch.args["key_vectors"]))
+
+
+def _part(launch: HostLaunch) -> tuple[DataType, int]:
+    """What is multiplied, and how many of it stand for an element."""
+    element = _ELEMENTS[launch.macros["ELEMENT"]]
+    return (bfloat16, 2) if element == float32 else (element, 1)
+
+
+def _score(launch: HostLaunch, query_address: int, key_address: int) -> None:
     args = launch.args
     batch, q_seq, key_seq, block_keys, blocks = _extents(launch)
     heads, depth = int(launch.macros["HEADS"]), int(launch.macros["HEAD_DIM"])
     columns = int(launch.macros["COLUMNS"])
     element = _ELEMENTS[launch.macros["ELEMENT"]]
-    part, parts = (bfloat16, 2) if element == float32 else (element, 1)
-    query_map, key_map = (HostTensorMap.decode(args[name]) for name in ("query_map", "key_map"))
-    if query_map.extents != (parts * depth, batch * q_seq * heads, 1) or query_map.box != (64, columns, 1):
-        raise ValueError(f"{query_map} does not describe {batch} x {q_seq} rows of {heads} heads of {depth}")
-    if key_map.extents != (parts * depth, key_seq, batch) or key_map.box != (64, block_keys, 1):
-        raise ValueError(f"{key_map} does not describe {batch} x {key_seq} keys of {depth}")
-    key_parts = launch.view(key_map.address, part, (batch, key_seq, parts, depth))
-    query_parts = launch.view(query_map.address, part, (batch, q_seq, heads, parts, depth))
+    part, parts = _part(launch)
+    key_parts = launch.view(key_address, part, (batch, key_seq, parts, depth))
+    query_parts = launch.view(query_address, part, (batch, q_seq, heads, parts, depth))
     weights = launch.view(args["weights"], element, (batch, q_seq, heads))
     with np.errstate(all="ignore"):
         key, query = (vectors.astype(np.float32).sum(-2) for vectors in (key_parts, query_parts))
@@ -185,6 +205,8 @@ def _certify_entry(launch: HostLaunch) -> None:
 HOST_ENTRIES: dict[str, HostEntry] = {
     "dsa_index_select_split": _split_entry,
     "dsa_index_select_prepare": _prepare_entry,
-    "dsa_index_select_score_sm90": _score_entry,
+    "dsa_index_select_score_sm90": _score_sm90_entry,
+    "dsa_index_select_score_mma": _score_mma_entry,
     "dsa_index_select_certify": _certify_entry,
+    "dsa_index_select_certify_block": _certify_entry,
 }

@@ -1,4 +1,8 @@
-"""The certified DsaIndexSelect on a GPU: it selects what the strict variant selects, and its bound is needed."""
+"""The certified DsaIndexSelect on a GPU: it selects what the strict variant selects, and its bound is needed.
+
+All of it twice: on the kernels chosen for the device, and on those that every device runs, as one of compute capability
+8.0 would, its bound included.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import nxrt_cuda as nx
 from benchmarks._dsa_inputs import KINDS, Inputs, draw
 from nxrt_cuda.dtype import data_type
 from nxrt_cuda.ops import dsa_certified
-from nxrt_cuda.ops.dsa_certified import NormWeights
+from nxrt_cuda.ops.dsa_certified import Abilities, NormWeights
 from nxrt_cuda.ops.dsa_geometry import WorkspaceLayout
 from nxrt_cuda.ops.dsa_index_select import DsaIndexSelectFactory, DsaIndexSelectKernel, DsaRepairStats, Options
 from nxrt_cuda.ops.dsa_plan import DsaVariant
@@ -23,13 +27,19 @@ HALF_DTYPES = DTYPES[1:]
 HEADS_AND_SIZES = [(32, 64), (32, 128), (64, 64), (64, 128)]
 
 
-@pytest.fixture(scope="module")
-def rt(gpu: str) -> Iterator[nx.CudaRuntime]:
-    """One runtime for all tests of this file; skips where no GPU takes the variant."""
-    with nx.open_runtime("cuda:0") as runtime:
-        if runtime.capabilities.compute_capability != dsa_certified.COMPUTE_CAPABILITY:
-            pytest.skip("tensor-core scores are for compute capability 9.0")
+@pytest.fixture(scope="module", params=["chosen", "portable"])
+def rt(gpu: str, request: pytest.FixtureRequest) -> Iterator[nx.CudaRuntime]:
+    """One runtime for all tests of this file."""
+    with nx.open_runtime("cuda:0") as runtime, pytest.MonkeyPatch.context() as patch:
+        if request.param == "portable":
+            portable = dsa_certified.abilities((8, 0))
+            patch.setattr(dsa_certified, "abilities", lambda _: portable)
         yield runtime
+
+
+def able(rt: nx.CudaRuntime) -> Abilities:
+    """What the kernels under test count on."""
+    return dsa_certified.abilities(rt.capabilities.compute_capability)
 
 
 def select(
@@ -50,7 +60,7 @@ def wrong_rows(rt: nx.CudaRuntime, inputs: Inputs, top_k: int, **options: Any) -
     """How many rows the certified variant selects otherwise than the strict one."""
     selected, kernel = select(rt, inputs, top_k, **options)
     assert kernel.choice is not None
-    assert kernel.choice.variant is DsaVariant.CERTIFIED
+    assert kernel.choice.variant is (DsaVariant.CERTIFIED if able(rt).has_wgmma else DsaVariant.CERTIFIED_MMA)
     expected, _ = select(rt, inputs, top_k, "strict")
     return int((selected != expected).any(-1).sum())
 
@@ -106,7 +116,7 @@ def test_every_kind_of_bias(rt: nx.CudaRuntime, dtype: np.dtype, mask: str) -> N
     ],
 )
 def test_long_rows(rt: nx.CudaRuntime, dtype: np.dtype, batch: int, q_seq: int, key_seq: int) -> None:
-    """Rows spread over one to eight blocks; prefill and decode."""
+    """Rows spread over one to eight blocks, or all of one; prefill and decode."""
     assert wrong_rows(rt, draw(dtype, batch, q_seq, 64, 128, key_seq), 2048) == 0
     assert wrong_rows(rt, draw(dtype, batch, q_seq, 32, 64, key_seq, "near ties"), 2048) == 0
 
@@ -178,7 +188,7 @@ def test_scores_lie_within_the_bound(rt: nx.CudaRuntime, dtype: np.dtype, kind: 
     _, strict = select(rt, inputs, 100, "strict")
     scores = np.empty_like(approximate)
     rt.dtoh(scores, strict.workspace_stats().last_ptr + WorkspaceLayout.of(dims).scores_offset)
-    weights = dsa_certified.norm_weights(element, dims.heads, dims.head_dim)
+    weights = dsa_certified.norm_weights(element, dims.heads, dims.head_dim, able(rt).step_error)
     head_weights = np.abs(inputs.weights.astype(np.float64) * 0.7)
     bound = (head_weights * norms(inputs.query, weights)).sum(-1)[0][:, None] * norms(inputs.key, weights)[0]
     bound *= dsa_certified.error_scale(dims.head_dim**-0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -10,28 +11,52 @@ import numpy as np
 import pytest
 
 import nxrt_cuda as nx
+from nxrt_cuda.driver.host import HostDriver
 from nxrt_cuda.dtype import DataType, bfloat16, data_type, float16, float32
 from nxrt_cuda.ops.dsa_certified import (
     BIAS_ERROR,
     CertifiedLayout,
+    abilities,
+    certified_specs,
+    certify_config,
     certify_spec,
     chunk_bytes,
     chunks,
     error_scale,
     norm_weights,
-    uncertified_reason,
+    score_spec,
     uses_prepare,
 )
 from nxrt_cuda.ops.dsa_geometry import Dims
 from nxrt_cuda.ops.dsa_index_select import DsaIndexSelectFactory, DsaRepairStats, Options
-from nxrt_cuda.ops.dsa_plan import DsaVariant
+from nxrt_cuda.ops.dsa_plan import DsaVariant, choose_variant
+from nxrt_cuda.reference import HOST_ENTRIES
 from tests.dsa_cases import DTYPES, DsaCase, DsaOperands, random_case
 from tests.dsa_certified_cases import wide_closed_form_cases
+from tests.small_kernels import open_on
 
 HALF_DTYPES = DTYPES[1:]
 SMALL = {"heads": 32, "head_dim": 64}
 PREFILL = {**SMALL, "q_seq": 4 * 132 + 3, "key_seq": 21}
 """Rows enough for the bias to be looked through first, on the host driver's 132 multiprocessors."""
+
+
+SERVED = {(9, 0): DsaVariant.CERTIFIED, (8, 0): DsaVariant.CERTIFIED_MMA}
+"""The variant on each device that tests pretend to have."""
+
+
+@pytest.fixture(params=SERVED, ids=lambda capability: "{}.{}".format(*capability))
+def rt(request: pytest.FixtureRequest) -> Iterator[nx.CudaRuntime]:
+    """A runtime on the host driver as a Hopper, and as an older device."""
+    major, minor = request.param
+    changes = {"COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor}
+    with open_on(HostDriver(HOST_ENTRIES, attributes=changes)) as runtime:
+        yield runtime
+
+
+def served(rt: nx.CudaRuntime) -> DsaVariant:
+    """The certified variant of the runtime's device."""
+    return SERVED[rt.capabilities.compute_capability]
 
 
 def execute(rt: nx.CudaRuntime, case: DsaCase, options: Options | None = None):
@@ -45,29 +70,47 @@ def execute(rt: nx.CudaRuntime, case: DsaCase, options: Options | None = None):
 # The choice.
 
 
+REPAIRED = "repaired where their error leaves a rank open"
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "variant", "reason"),
     [
-        ({"heads": 16}, "16 heads; tensor-core scores take 32 or 64"),
-        ({"head_dim": 96}, "head size 96; tensor-core scores take 64 or 128"),
-        ({"key_seq": 131073}, "131073 keys; a cluster holds rows of 1 to 131072"),
-        ({"key_seq": 0}, "0 keys; a cluster holds rows of 1 to 131072"),
-        ({"q_seq": 0}, "there are no rows"),
-        ({"top_k": 2**31}, "top_k 2147483648 does not fit 31 bits"),
-        ({"capability": (8, 0)}, "tensor-core scores are for compute capability 9.0, this device has 8.0"),
-        ({"capability": (10, 0)}, "tensor-core scores are for compute capability 9.0, this device has 10.0"),
-        ({"aligned": False}, "query or key does not begin at a multiple of 16 bytes"),
-        ({}, None),
-        ({"dtype": float32}, None),
-        ({"heads": 32, "head_dim": 64, "dtype": float16, "key_seq": 131072}, None),
+        ({"heads": 16}, "strict", "16 heads; tensor-core scores take 32 or 64"),
+        ({"head_dim": 96}, "strict", "head size 96; tensor-core scores take 64 or 128"),
+        ({"key_seq": 131073}, "strict", "131073 keys; rows of 1 to 131072 are certified"),
+        ({"key_seq": 0}, "strict", "0 keys; rows of 1 to 131072 are certified"),
+        ({"q_seq": 0}, "strict", "there are no rows"),
+        ({"top_k": 2**31}, "strict", "top_k 2147483648 does not fit 31 bits"),
+        (
+            {"capability": (7, 5)},
+            *("strict", "compute capability 7.5 is below 8.0, which has no tensor cores for all dtypes"),
+        ),
+        ({"aligned": False}, "strict", "query or key does not begin at a multiple of 16 bytes"),
+        ({"aligned": False, "capability": (8, 0)}, "strict", "query or key does not begin at a multiple of 16 bytes"),
+        ({}, "certified", f"tensor-core scores, {REPAIRED}"),
+        ({"dtype": float32}, "certified", f"tensor-core scores, {REPAIRED}"),
+        (
+            {"heads": 32, "head_dim": 64, "dtype": float16, "key_seq": 131072},
+            *("certified", f"tensor-core scores, {REPAIRED}"),
+        ),
+        *(
+            (
+                {"capability": (major, minor), "dtype": dtype, "key_seq": 131072},
+                "certified_mma",
+                f"tensor-core scores through mma.sync on compute capability {major}.{minor}, {REPAIRED}",
+            )
+            for major, minor in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))
+            for dtype in (float32, float16, bfloat16)
+        ),
     ],
 )
-def test_the_reason_names_the_limit(change: dict, reason: str | None) -> None:
+def test_the_reason_names_the_limit(change: dict, variant: str, reason: str) -> None:
     """The choice is one function of dtype, extents, device and alignment."""
     call = {"dtype": bfloat16, "q_seq": 2, "heads": 64, "head_dim": 128, "key_seq": 500, "top_k": 9} | change
     dims = Dims(1, call["q_seq"], call["heads"], call["head_dim"], call["key_seq"])
     capability, aligned = call.get("capability", (9, 0)), call.get("aligned", True)
-    assert uncertified_reason(call["dtype"], dims, call["top_k"], capability, aligned=aligned) == reason
+    assert choose_variant(call["dtype"], dims, call["top_k"], capability, aligned=aligned) == (variant, reason)
 
 
 def test_the_kernel_says_which_variant_served_and_why(rt: nx.CudaRuntime) -> None:
@@ -77,7 +120,7 @@ def test_the_kernel_says_which_variant_served_and_why(rt: nx.CudaRuntime) -> Non
     assert kernel.choice is None
     operands = DsaOperands(rt, case)
     kernel.execute(operands.inputs, [operands.output])
-    assert kernel.choice.variant is DsaVariant.CERTIFIED
+    assert kernel.choice.variant is served(rt)
     shifted = DsaOperands(rt, case, aligned=False)
     kernel.execute(shifted.inputs, [shifted.output])
     assert kernel.choice == (DsaVariant.STRICT, "query or key does not begin at a multiple of 16 bytes")
@@ -90,7 +133,7 @@ def test_the_environment_or_the_factory_s_options_name_the_mode(
     """The certified variant where it applies, unless asked otherwise; an unknown mode is refused."""
     case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
     assert execute(rt, case, Options(mode="strict")).choice == (DsaVariant.STRICT, "asked for")
-    for mode, variant in ((None, DsaVariant.CERTIFIED), ("strict", DsaVariant.STRICT), ("auto", DsaVariant.CERTIFIED)):
+    for mode, variant in ((None, served(rt)), ("strict", DsaVariant.STRICT), ("auto", served(rt))):
         if mode is not None:
             monkeypatch.setenv("NXRT_CUDA_DSA", mode)
         kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case)
@@ -118,7 +161,7 @@ def test_closed_forms(rt: nx.CudaRuntime, dtype: np.dtype) -> None:
 def test_prefill_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, mask: str) -> None:
     """Three launches hand each other masks, accounts, tiles, scores and norms; an incomplete tile of rows."""
     kernel = execute(rt, random_case(3, dtype, **PREFILL, top_k=6, mask=mask))
-    assert kernel.choice.variant is DsaVariant.CERTIFIED
+    assert kernel.choice.variant is served(rt)
     assert (kernel.launch_stats().score_launches, kernel.launch_stats().selection_launches) == (1, 1)
 
 
@@ -245,22 +288,82 @@ def test_chunks_cover_all_rows_once_and_stay_below_the_limit(dims: Dims, limit: 
 
 
 @pytest.mark.parametrize(
-    ("key_seq", "rows", "cluster", "threads"),
+    ("key_seq", "rows", "capability", "cluster", "threads"),
     [
-        (8192, 512, 1, 256),
-        (8193, 512, 2, 256),
-        (32768, 1024, 4, 256),
-        (65536, 500, 8, 256),
-        (131072, 1, 8, 512),
-        (32768, 32, 8, 256),
-        (500, 1, 1, 256),
-        (4096, 1, 4, 256),
+        (8192, 512, (9, 0), 1, 256),
+        (8193, 512, (9, 0), 2, 256),
+        (32768, 1024, (9, 0), 4, 256),
+        (65536, 500, (9, 0), 8, 256),
+        (131072, 1, (9, 0), 8, 512),
+        (32768, 32, (9, 0), 8, 256),
+        (500, 1, (9, 0), 1, 256),
+        (4096, 1, (9, 0), 4, 256),
+        (131072, 1, (10, 0), 8, 512),
+        (65536, 1, (12, 0), 8, 256),
     ],
 )
-def test_a_row_is_spread_over_blocks_that_hold_it(key_seq: int, rows: int, cluster: int, threads: int) -> None:
+def test_a_row_is_spread_over_blocks_that_hold_it(
+    key_seq: int, rows: int, capability: tuple[int, int], cluster: int, threads: int
+) -> None:
     """Long rows because they must be, few rows because they may."""
-    spec = certify_spec(bfloat16, Dims(1, rows, 64, 128, key_seq), rows, 132)
-    assert (dict(spec.macros)["CLUSTER"], spec.threads) == (str(cluster), threads)
+    able = abilities(capability)
+    spec = certify_spec(bfloat16, Dims(1, rows, 64, 128, key_seq), rows, 132, able)
+    assert (dict(spec.macros)["CLUSTER"], spec.threads, spec.arch) == (str(cluster), threads, able.arch)
+
+
+@pytest.mark.parametrize(
+    ("key_seq", "capability", "threads", "thread_words"),
+    [
+        (4096, (8, 0), 256, 1),
+        (8192, (8, 6), 256, 1),
+        (8193, (8, 9), 512, 8),
+        (131072, (8, 0), 512, 8),
+        (65537, (12, 0), 512, 8),
+        (131072, (12, 0), 512, 8),
+    ],
+)
+def test_one_block_takes_a_row_where_none_can_share_it(
+    key_seq: int, capability: tuple[int, int], threads: int, thread_words: int
+) -> None:
+    """Before clusters, and where eight small blocks do not hold the row; for any architecture."""
+    dims = Dims(1, 1, 64, 128, key_seq)
+    spec = certify_spec(bfloat16, dims, 1, 132, abilities(capability))
+    assert (spec.source, spec.arch) == ("dsa_index_select_certify_block.cu", None)
+    assert (spec.threads, dict(spec.macros)["THREAD_WORDS"]) == (threads, str(thread_words))
+    assert threads * thread_words * 32 >= key_seq
+    config, shares = certify_config(spec, dims, 100, 1 << 20)
+    assert (config.grid, shares) == ((100, 1, 1), ())
+
+
+@pytest.mark.parametrize(
+    ("capability", "limit"),
+    [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((10, 0), 227), ((12, 0), 99)],
+)
+def test_a_block_fits_the_shared_memory_of_its_device(capability: tuple[int, int], limit: int) -> None:
+    """The kernels for all devices fit the smallest of them; KiB as in the CUDA programming guide."""
+    able = abilities(capability)
+    for spec in certified_specs(able):
+        macros = dict(spec.macros)
+        nbytes = int(macros.get("SHARED_BYTES", 0))
+        if "certify" in spec.entry:
+            keys = 32 * spec.threads * int(macros.get("CLUSTER", 1)) * int(macros.get("THREAD_WORDS", 1))
+            config, _ = certify_config(spec, Dims(1, 1, 64, 128, keys), 1, 1 << 20)
+            nbytes = config.shared_bytes
+        assert nbytes <= limit << 10, spec.label
+
+
+@pytest.mark.parametrize("dtype", [float16, bfloat16, float32], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_whatever_a_call_launches_can_be_compiled_ahead(capability: tuple[int, int], dtype: DataType) -> None:
+    """The list for a device has the kernels of every row length, few rows and many."""
+    able = abilities(capability)
+    listed = certified_specs(able)
+    for heads, head_dim in HEADS_AND_SIZES:
+        for key_seq in (1, 4096, 8193, 40000, 65536, 131072):
+            for rows in (1, 50, 4096):
+                dims = Dims(1, rows, heads, head_dim, key_seq)
+                assert score_spec(dtype, dims, able) in listed
+                assert certify_spec(dtype, dims, rows, 132, able) in listed
 
 
 def test_the_bias_is_looked_through_first_where_rows_fill_the_device() -> None:
@@ -274,20 +377,20 @@ def test_the_bias_is_looked_through_first_where_rows_fill_the_device() -> None:
 # The bound.
 
 
-def tensor_core_dot(query: np.ndarray, key: np.ndarray) -> float:
-    """A dot as public models have Hopper's tensor cores compute it.
+def tensor_core_dot(query: np.ndarray, key: np.ndarray, products: int = 16, fraction_bits: int = 25) -> float:
+    """A dot as public models have tensor cores compute it: Hopper's and later ones, if not told otherwise.
 
-    Sixteen products and the accumulator are aligned to the greatest exponent, cut after 25 fraction bits, added
+    So many products and the accumulator are aligned to the greatest exponent, cut after so many fraction bits, added
     exactly and cut to f32.
     """
     total = Fraction(0)
-    for begin in range(0, len(query), 16):
-        products = [Fraction(float(q)) * Fraction(float(k)) for q, k in zip(query[begin:], key[begin:], strict=True)]
-        terms = [total, *products[:16]]
+    for begin in range(0, len(query), products):
+        pairs = zip(query[begin : begin + products], key[begin : begin + products], strict=True)
+        terms = [total, *(Fraction(float(q)) * Fraction(float(k)) for q, k in pairs)]
         greatest = max(map(abs, terms))
         if greatest == 0:
             continue
-        step = Fraction(2) ** (_exponent(greatest) - 25)
+        step = Fraction(2) ** (_exponent(greatest) - fraction_bits)
         total = sum((_cut(term, step) for term in terms), Fraction(0))
         if total != 0:
             total = _cut(total, Fraction(2) ** (_exponent(abs(total)) - 23))
@@ -313,10 +416,10 @@ def strict_dot(query: np.ndarray, key: np.ndarray) -> float:
     return float(total)
 
 
-def families(rng: np.random.Generator, depth: int):
+def families(rng: np.random.Generator, depth: int, fraction_bits: int):
     """Vectors that the roundings of a dot dislike: one large product, then ones just under the step of the cut."""
     ones = np.ones(depth)
-    large_first = np.full(depth, 2.0**-25 * 1.984375)
+    large_first = np.full(depth, 2.0**-fraction_bits * 1.984375)
     large_first[0] = 1
     yield ones, large_first
     yield np.where(np.arange(depth) == 0, 255 / 128, 2.0**-12 * 255 / 128), np.where(ones == 1, 2.0**-12 * 1.9921875, 0)
@@ -330,20 +433,30 @@ def families(rng: np.random.Generator, depth: int):
 
 
 @pytest.mark.parametrize("depth", [64, 128])
-def test_the_bound_on_a_dot_holds_and_is_needed(depth: int) -> None:
+@pytest.mark.parametrize(
+    ("capability", "products", "fraction_bits"), [((8, 0), 8, 24), ((9, 0), 16, 25), ((10, 0), 16, 25)]
+)
+def test_the_bound_on_a_dot_holds_and_is_needed(
+    depth: int, capability: tuple[int, int], products: int, fraction_bits: int
+) -> None:
     """Strict and modelled dots lie within their shares of the units; a tenth of them would not do."""
-    strict_units, tensor_units = depth - 1, 10.5 * depth / 16
+    strict_units, tensor_units = depth - 1, abilities(capability).step_error * depth / 16
     worst = 0.0
-    for pair in families(np.random.default_rng(depth), depth):
+    for pair in families(np.random.default_rng(depth), depth, fraction_bits):
         query, key = (vector.astype(ml_dtypes.bfloat16) for vector in pair)
-        products = [Fraction(float(q)) * Fraction(float(k)) for q, k in zip(query, key, strict=True)]
-        exact, unit = sum(products), float(sum(map(abs, products))) * 2.0**-24
+        terms = [Fraction(float(q)) * Fraction(float(k)) for q, k in zip(query, key, strict=True)]
+        exact, unit = sum(terms), float(sum(map(abs, terms))) * 2.0**-24
         strict_error = abs(float(Fraction(strict_dot(query, key)) - exact))
-        tensor_error = abs(float(Fraction(tensor_core_dot(query, key)) - exact))
+        tensor_error = abs(float(Fraction(tensor_core_dot(query, key, products, fraction_bits)) - exact))
         assert strict_error <= strict_units * unit
         assert tensor_error <= tensor_units * unit
         worst = max(worst, tensor_error / unit)
     assert worst > tensor_units / 10
+
+
+def test_a_device_without_a_model_is_taken_for_the_coarsest() -> None:
+    """Its step may lose what one of any other may."""
+    assert abilities((11, 0)).step_error == max(abilities((major, 0)).step_error for major in (8, 9, 10, 12))
 
 
 HEADS_AND_SIZES = [(32, 64), (32, 128), (64, 64), (64, 128)]
@@ -351,17 +464,18 @@ HEADS_AND_SIZES = [(32, 64), (32, 128), (64, 64), (64, 128)]
 
 @pytest.mark.parametrize("dtype", [float16, bfloat16, float32], ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), HEADS_AND_SIZES)
+@pytest.mark.parametrize("step_error", [10.5, 22.0])
 def test_the_weight_of_an_element_covers_every_rounding_of_its_product(
-    dtype: DataType, heads: int, head_dim: int
+    dtype: DataType, heads: int, head_dim: int, step_error: float
 ) -> None:
     """The sums of docs/dsa_exactness.md, a tenth in hand, and little more."""
-    weights = norm_weights(dtype, heads, head_dim)
+    weights = norm_weights(dtype, heads, head_dim, step_error)
     split = 128 if dtype == float32 else 0
     for d in range(head_dim):
         strict = (head_dim - max(d, 1)) + 1 + 1 + (heads - 1)
-        tensor_cores = 10.5 * (head_dim / 16 - d // 16)
+        tensor_cores = step_error * (head_dim / 16 - d // 16)
         head_sum = 1 + heads / 4 + 2
-        split_only = 1 + 2 * 2 * 2**-8 * 10.5 * head_dim / 16 if split else 0
+        split_only = 1 + 2 * 2 * 2**-8 * step_error * head_dim / 16 if split else 0
         needed = 1.1 * (strict + tensor_cores + head_sum + split_only) + split
         assert needed <= weights.of(d, head_dim) < needed + 3
     assert weights.low == (3 * 2**24 if split else 0)
@@ -377,7 +491,7 @@ def test_the_scale_of_the_error_is_rounded_up(scale: float) -> None:
 @pytest.mark.parametrize(("dtype", "least"), [(float16, np.finfo(np.float16).smallest_normal), (bfloat16, 2.0**-62)])
 def test_the_floor_of_norms_covers_elements_below_the_normal_range(dtype: DataType, least: float) -> None:
     """Each element counts at least as the least normal f16, or as one whose square is still an f32."""
-    weights = norm_weights(dtype, 64, 128)
+    weights = norm_weights(dtype, 64, 128, 10.5)
     assert weights.floor >= np.sqrt(sum(weights.of(d, 128) for d in range(128))) * float(least)
 
 
@@ -391,7 +505,7 @@ def split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_three_products_of_parts_leave_no_more_than_the_norms_allow() -> None:
     """f32 vectors of all magnitudes, and ones whose lower parts are as large as they come."""
     rng = np.random.default_rng(5)
-    weights = norm_weights(float32, 64, 128)
+    weights = norm_weights(float32, 64, 128, 10.5)
     worst = 0.0
     for trial in range(300):
         query, key = rng.standard_normal((2, 128)) * np.exp2(rng.integers(-30, 30, (2, 1)) * (trial % 3))
@@ -447,3 +561,69 @@ def test_the_error_of_adding_a_bias_is_needed_and_is_enough() -> None:
         error = ulp * Fraction(float(np.exp2(rng.uniform(-4, 4))))
         far = near + error * Fraction(float(rng.uniform(-1, 1)))
         assert is_covered(near, far, error, Fraction(BIAS_ERROR))
+
+
+# The selection's bins and thresholds, as kernels/dsa_index_select_certify.cu computes them.
+
+
+BINS = 4096
+
+
+def bin_of(x: Fraction, low: Fraction, per_unit: Fraction) -> int:
+    """The number of the bin that ``x`` falls into."""
+    place = fl(fl(x - low) * per_unit + 2**23 + 1)
+    return int(min(max(place - 2**23, 0), BINS - 1))
+
+
+def edges(number: int, low: Fraction, per_unit: Fraction) -> tuple[Fraction, Fraction]:
+    """What ``Bins::edges`` says of a bin that is not open."""
+    least = Fraction(2) ** -149
+    below = outward(outward((number - Fraction(3, 2)) / per_unit, up=False) - least, up=False)
+    above = outward(outward((number - Fraction(1, 2)) / per_unit, up=True) + least, up=True)
+    return outward(low + below, up=False), outward(low + above, up=True)
+
+
+def test_whatever_falls_into_a_bin_lies_within_its_edges() -> None:
+    """Bins wider than a step of f32, and narrower ones; the edges are no more than a few steps beyond a bin."""
+    rng = np.random.default_rng(4)
+    for _ in range(1500):
+        low = Fraction(float(np.float32(rng.normal() * np.exp2(rng.integers(-6, 6)))))
+        span = fl(Fraction(float(abs(rng.normal()) + 0.01)) * Fraction(2) ** int(rng.integers(-22, 3)))
+        per_unit = fl(Fraction(BINS - 3) / span)
+        x = fl(low + span * Fraction(float(rng.uniform(-0.01, 1.01))))
+        number = bin_of(x, low, per_unit)
+        if 0 < number < BINS - 1:
+            lower, upper = edges(number, low, per_unit)
+            assert lower <= x <= upper
+            step = Fraction(2) ** -22 * (abs(low) + span)
+            assert upper - lower <= 1 / per_unit + 2 * step
+
+
+def thresholds(lower: Fraction, upper: Fraction, error: Fraction, share: Fraction) -> tuple[Fraction, Fraction]:
+    """What ``thresholds`` says of edges: below the first f a key is out, above the second one in."""
+    more = outward(share * (1 + Fraction(2) ** -20), up=True)
+
+    def beyond(edge: Fraction, up: bool) -> Fraction:
+        sign = 1 if up else -1
+        bound = outward(edge + sign * outward(share * abs(edge) + error, up=True), up)
+        far = outward(bound + sign * error, up)
+        return outward(far + sign * outward(more * abs(far), up=True), up)
+
+    return beyond(lower, up=False), beyond(upper, up=True)
+
+
+@pytest.mark.parametrize("share", [0.0, BIAS_ERROR])
+def test_thresholds_decide_what_every_error_up_to_the_greatest_decides(share: float) -> None:
+    """A key beyond them lies beyond every score that a key within the edges may have; and they are not far out."""
+    rng = np.random.default_rng(6)
+    part = Fraction(share)
+    for _ in range(2000):
+        lower = Fraction(float(np.float32(rng.normal() * np.exp2(rng.integers(-10, 10)))))
+        upper = fl(lower + Fraction(float(rng.uniform(0, 1))) * Fraction(2) ** int(rng.integers(-20, 2)))
+        error = fl(Fraction(float(rng.uniform(0.1, 1))) * Fraction(2) ** int(rng.integers(-24, 2)))
+        out, into = thresholds(lower, upper, error, part)
+        assert into - part * abs(into) - error >= upper + part * abs(upper) + error
+        assert out + part * abs(out) + error <= lower - part * abs(lower) - error
+        step = Fraction(2) ** -21 * (max(abs(lower), abs(upper)) + 2 * error)
+        assert into <= upper + 2 * error + 4 * step
+        assert out >= lower - 2 * error - 4 * step
