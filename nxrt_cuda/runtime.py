@@ -320,6 +320,8 @@ class CudaRuntime:
             )
         if interop.is_device_array(array):
             with self._session.driving("from_array"):
+                # A step may import and drop tensors and never allocate, which is where this is done otherwise.
+                self._memory.collect()
                 return interop.import_array(self, self._memory, array)
         source = np.ascontiguousarray(array).reshape(np.shape(array))
         tensor = self._tensor(as_metadata(source.shape, source.dtype), "from_array")
@@ -439,6 +441,8 @@ class CudaRuntime:
             return interop.export_host_copy(self.read(view), view.metadata, **request)
         with self._session.driving("__dlpack__", in_capture=True):
             session = self._session
+            if not session.capturing:
+                self._memory.collect()  # what the exports of earlier steps have left, as in from_array
             return interop.export_dlpack(
                 view,
                 self._streams,
