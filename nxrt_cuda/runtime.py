@@ -568,7 +568,12 @@ class CudaRuntime:
             CaptureError: it is not loaded yet and the runtime is capturing.
             CompileError: it does not compile.
         """
-        return self._modules.find(spec) or self._modules.load(spec)
+        found = self._modules.find(spec)
+        if found is not None:
+            return found
+        with self._session.driving(f"loading {spec.entry}"):
+            self._memory.collect()  # modules that nothing uses make room, though the program allocates nothing
+        return self._modules.load(spec)
 
     def find_function(self, spec: KernelSpec) -> LoadedFunction | None:
         """The kernel of a specialisation if it is loaded; compiles and loads nothing."""

@@ -67,6 +67,16 @@ def test_a_prepared_launch_keeps_its_function_and_operands() -> None:
     runtime.close()
 
 
+def test_ever_new_kernels_do_not_fill_the_device_though_nothing_is_allocated(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rt._modules, "_kept", deque(maxlen=2))
+    for number in range(10):
+        rt.nvrtc_function("m", ADD_ONE.source, ADD_ONE.entry, ADD_ONE.params, macros={"NUMBER": number})
+        rt.synchronize()
+    assert rt._driver.live().modules <= 4
+
+
 def test_a_module_is_unloaded_once_the_work_of_its_kernel_is_done(
     rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
