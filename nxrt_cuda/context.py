@@ -506,7 +506,8 @@ class Session:
     def poison(self, fault: DriverError) -> NxrtError:
         """Record the first fault of the context; what every later call raises."""
         if self._refusal is None:
-            suspects = tuple([label for label in self.suspects if isinstance(label, str)][-_SUSPECTS:])
+            # Of a copy, made at once: whoever only waits holds no lock, and other threads go on launching.
+            suspects = tuple([label for label in list(self.suspects) if isinstance(label, str)][-_SUSPECTS:])
             blame = f"launched since the last good synchronise: {', '.join(suspects)}; " if suspects else ""
 
             def refusal() -> DeviceFaultError:

@@ -539,6 +539,27 @@ def test_what_is_launched_during_a_wait_stays_suspect(monkeypatch: pytest.Monkey
     assert caught.value.suspects == ("fault grid=(1, 1, 1) block=(128, 1, 1)",)
 
 
+def test_a_wait_may_meet_the_fault_while_another_thread_launches() -> None:
+    """It holds no lock, so that there is a new suspect while it names those that there are."""
+    runtime = nx.open_runtime("host", host_entries=HOST_ENTRIES)
+    suspects = runtime._session.suspects
+
+    class Interrupted:
+        """Stands among the labels; when it is looked at, the other thread has its turn."""
+
+        @property
+        def __class__(self) -> type:
+            suspects.append("a launch of another thread")
+            return Interrupted
+
+    runtime.launch(FAULT.prepare(runtime, 1, NOWHERE))
+    suspects.append(Interrupted())  # type: ignore[arg-type]
+    with pytest.raises(nx.DeviceFaultError) as caught:
+        runtime._streams.wait_event(runtime._streams.record(runtime.stream))
+    assert caught.value.suspects == ("fault grid=(1, 1, 1) block=(128, 1, 1)",)
+    runtime.close()
+
+
 def test_only_so_many_suspects_are_named() -> None:
     with nx.open_runtime("host", host_entries=HOST_ENTRIES) as runtime:
         x = runtime.zeros((4,), nx.float32)
