@@ -593,7 +593,7 @@ class CudaRuntime:
         """Compile CUDA C++ text and load one ``extern "C"`` kernel of it.
 
         ``params`` declares the kernel's parameters as (name, kind) pairs in order, with kinds
-        ``ptr i32 u32 i64 u64 f32 f64``; ``macros`` are ``-D`` definitions. On the host driver, ``entry``
+        ``ptr i32 u32 i64 u64 f32 f64``; ``macros`` are ``-D`` definitions, a bool as 1 or 0. On the host driver, ``entry``
         must be one of the host entries that the runtime was opened with.
         """
         spec = KernelSpec(
@@ -601,7 +601,7 @@ class CudaRuntime:
             entry=entry,
             params=tuple(Param(*param) for param in params),
             threads=threads,
-            macros=tuple((name, str(value)) for name, value in (macros or {}).items()),
+            macros=tuple((name, _macro_text(value)) for name, value in (macros or {}).items()),
             contract=contract,
             code=source,
         )
@@ -975,6 +975,11 @@ def _plain(array: ArrayLike, operation: str) -> np.ndarray:
     if plain.dtype.hasobject:
         raise TensorError(f"{operation} of an array of dtype {plain.dtype}, which holds Python objects")
     return plain
+
+
+def _macro_text(value: object) -> str:
+    """``value`` as CUDA C++ spells it: to its preprocessor the word ``True`` is an unknown name, and so 0."""
+    return str(int(value) if isinstance(value, bool | np.bool_) else value)
 
 
 def _overlap(one: int, other: int, nbytes: int) -> bool:

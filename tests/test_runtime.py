@@ -484,6 +484,13 @@ def test_statistics_are_a_snapshot_that_prints_as_a_table(rt: nx.CudaRuntime) ->
     assert len({len(row) - len(row.split()[1]) for row in rows}) == 1, "the values stand in one column"
 
 
+def test_bools_among_macros_are_numbers(rt: nx.CudaRuntime) -> None:
+    """In ``#if CAUSAL``, ``True`` would be the name of nothing, and 0."""
+    macros = {"CAUSAL": True, "MASKED": np.False_, "TILE": 32, "ELEMENT": "float"}
+    function = rt.nvrtc_function("m", ADD_ONE.source, ADD_ONE.entry, ADD_ONE.params, macros=macros)
+    assert function.spec.macros == (("CAUSAL", "1"), ("MASKED", "0"), ("TILE", "32"), ("ELEMENT", "float"))
+
+
 # Faults.
 
 
