@@ -360,10 +360,12 @@ class CudaRuntime:
         ``asynchronous`` copies on the transfer stream, beside compute work that is already running.
 
         Raises:
-            TensorError: the shape differs, the cast is not of NumPy's "same kind", or ``view`` is strided or
-                read-only.
+            TensorError: the shape differs, the cast is not of NumPy's "same kind", ``view`` is strided or
+                read-only, or ``array`` is a tensor, which :meth:`copy` takes.
         """
         self._check_target(view, "copy_from")
+        if isinstance(array, TensorView):
+            raise TensorError(f"copy_from of {array!r}, which is on the device already; use copy(target, source)")
         source = np.asarray(array)
         if source.shape != view.shape:
             raise TensorError(f"cannot copy an array of shape {source.shape} into a tensor of shape {view.shape}")
@@ -593,8 +595,8 @@ class CudaRuntime:
         """Compile CUDA C++ text and load one ``extern "C"`` kernel of it.
 
         ``params`` declares the kernel's parameters as (name, kind) pairs in order, with kinds
-        ``ptr i32 u32 i64 u64 f32 f64``; ``macros`` are ``-D`` definitions, a bool as 1 or 0. On the host driver, ``entry``
-        must be one of the host entries that the runtime was opened with.
+        ``ptr i32 u32 i64 u64 f32 f64``; ``macros`` are ``-D`` definitions, a bool as 1 or 0. On the host driver,
+        ``entry`` must be one of the host entries that the runtime was opened with.
         """
         spec = KernelSpec(
             source=module,

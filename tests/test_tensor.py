@@ -280,6 +280,15 @@ def test_a_write_of_another_shape_or_kind_is_refused_and_changes_nothing(
     np.testing.assert_array_equal(tensor.numpy(), [[1, 2], [3, 4]])
 
 
+def test_copying_from_a_tensor_is_refused_with_the_call_that_does_it(rt: nx.CudaRuntime) -> None:
+    """To NumPy a tensor is an object without a shape, of which its complaint would be."""
+    source, target = rt.from_array(np.ones(3, np.float32)), rt.zeros((3,), nx.float32)
+    with pytest.raises(nx.TensorError, match=r"copy_from of TensorMut\(.+\), which is on the device.*use copy\("):
+        target.copy_from(source)
+    rt.copy(target, source)
+    np.testing.assert_array_equal(target.numpy(), np.ones(3))
+
+
 def test_a_strided_target_is_refused(rt: nx.CudaRuntime) -> None:
     tensor = rt.zeros((2, 4), nx.float32)
     window = tensor.narrow(1, 0, 2)
