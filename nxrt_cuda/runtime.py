@@ -142,7 +142,8 @@ class CudaRuntime:
 
         A second call does nothing, and so does closing what a fork inherited. If a driver call fails, the
         next call goes on where this one stopped. After a device fault the driver takes nothing back, so
-        that only this process's own state is dropped.
+        that only this process's own state is dropped. An open trace is ended; that its file cannot be written is
+        logged, and its ``save()`` may write another.
         """
         session = self._session
         with session.lock:
@@ -171,8 +172,13 @@ class CudaRuntime:
             self.close()
 
     def _close_trace(self) -> None:
-        if self._session.tracer is not None:
-            self._session.tracer.close()
+        trace = self._session.tracer
+        if trace is None:
+            return
+        try:
+            trace.close()
+        except OSError as error:  # a full disk does not keep the device's memory from being given back
+            logger.warning("the trace that was open when %s closed cannot be written: %s", self.device, error)
 
     def _once_queued_work_is_done(self, call: Callable[[], None]) -> None:
         """Make ``call`` then; may be asked for by a finaliser, at any instruction."""
