@@ -111,7 +111,8 @@ class PrimaryContext:
     """
 
     _retained: ClassVar[dict[tuple[int, int], PrimaryContext]] = {}
-    _lock = threading.Lock()
+    # Reentrant: within any of these methods Python's collector may close a runtime that was dropped unclosed.
+    _lock = threading.RLock()
 
     def __init__(self, driver: Driver, device: int) -> None:
         self.driver = driver
@@ -130,10 +131,11 @@ class PrimaryContext:
         """The shared context of ``device``, retained by the first user."""
         with cls._lock:
             key = (id(driver), device)
-            context = cls._retained.get(key)
-            if context is None:
+            try:
+                context = cls._retained[key]
+            except KeyError:
                 context = cls._retained[key] = cls(driver, device)
-            context._users += 1
+            context._users += 1  # with no call since it was found: one that is found cannot be gone
             return context
 
     def release(self) -> None:
@@ -546,7 +548,7 @@ _sessions = _Sessions()
 
 
 def _refuse_after_fork() -> None:
-    PrimaryContext._lock = threading.Lock()
+    PrimaryContext._lock = threading.RLock()
     _sessions.lock = threading.Lock()
     _thread.capturing = None
     _capturing.clear()
