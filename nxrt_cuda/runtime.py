@@ -117,6 +117,7 @@ class CudaRuntime:
                 self._close_trace,
                 self.drain_for_unmap,
                 self._close_graphs,
+                self._session.end_outside,
                 self._transfers.close,
                 self._memory.close,
                 self._modules.unload_all,

@@ -187,8 +187,9 @@ class Transfers:
                     buffers.append(buffer)
         # After a failure a copy may still be under way: its buffer is not used again, and freed with the runtime.
         self._streams.wait(stream, operation)
-        for chunk, buffer in zip(chunks, buffers, strict=True):
-            chunk[:] = buffer.bytes[: chunk.size]
+        with self._session.outside():
+            for chunk, buffer in zip(chunks, buffers, strict=True):
+                chunk[:] = buffer.bytes[: chunk.size]
         with self._session.lock:
             for buffer in buffers:
                 self.staging.put(buffer)
@@ -217,7 +218,7 @@ class Transfers:
             pass  # Refused here where the runtime is closed or capturing; the wait itself holds no lock.
         with self._session.traced("synchronize", "wait: pending read", {}):
             self._streams.wait_event(pending._event)
-        with self._session.lock:
+        with self._session.lock, self._session.outside():  # if it was closed meanwhile, the buffer went with it
             taken = pending._take()
             if taken is not None:
                 event, buffer = taken
