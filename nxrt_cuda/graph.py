@@ -242,6 +242,7 @@ class CapturedGraph:
             self._counters.graph_replays += len(segments)
             if session.eager_sync:
                 self._streams.wait(stream, label)
+                self._counters.synchronizations += 1
 
     @property
     def _is_replayable(self) -> bool:

@@ -665,6 +665,17 @@ def test_eager_sync_makes_the_launch_itself_raise() -> None:
     runtime.close()
 
 
+def test_what_eager_sync_waits_for_is_counted() -> None:
+    with nx.open_runtime("host", host_entries=HOST_ENTRIES, eager_sync=True) as runtime:
+        launch = ADD_ONE.prepare(runtime, 4, runtime.zeros((4,), nx.float32), 4)
+        with runtime.capture() as graph:
+            runtime.launch(launch)
+        before = runtime.stats()
+        runtime.launch(launch)
+        graph.replay()
+        assert runtime.stats().since(before).synchronizations == 2
+
+
 def test_eager_sync_makes_the_replay_itself_raise() -> None:
     runtime = nx.open_runtime("host", host_entries=HOST_ENTRIES, eager_sync=True)
     latch, fault = LATCH.prepare(runtime, 1, runtime.capture_error_ptr, 1), FAULT.prepare(runtime, 1, NOWHERE)
