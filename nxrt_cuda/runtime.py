@@ -530,13 +530,13 @@ class CudaRuntime:
         """Fill a contiguous, writable array from a device address; blocks until it is there.
 
         Raises:
-            TensorError: the array is not contiguous, read-only, or holds Python objects.
+            TensorError: it is no array, not contiguous, read-only, or holds Python objects.
             CaptureError: the runtime is capturing.
             DriverError: the driver does not know the address.
             DeviceFaultError: the work queued before faulted.
         """
         _plain(array, "dtoh")
-        if not array.flags.c_contiguous or not array.flags.writeable:
+        if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
             raise TensorError("dtoh needs a C-contiguous, writable array")
         self._transfers.download(array, src, operation="dtoh")
 
