@@ -512,9 +512,10 @@ class CudaRuntime:
         return self._memory.alloc(nbytes, pooled=False, operation="alloc_graph_stable")
 
     def trim_pool(self) -> None:
-        """Return the pool's free memory to the driver; waits for queued work."""
+        """Return the pool's free memory to the driver, and host buffers that no copy uses; waits for queued work."""
         with self._session.driving("trim_pool"):
             self._memory.trim()
+            self._transfers.staging.trim()
 
     def htod(self, array: ArrayLike, dst: int) -> None:
         """Copy an array's bytes to a device address, in stream order; they are taken before the call returns.
