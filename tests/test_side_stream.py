@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -188,6 +189,17 @@ def test_a_trace_has_a_track_for_each_branch(rt: nx.CudaRuntime) -> None:
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     work = [tracks[event["tid"]] for event in events if event.get("cat") == "kernel"]
     assert sorted(work) == ["branch 1", "branch 2", "compute stream", "compute stream"]
+
+
+def test_a_trace_of_branches_outlives_its_runtime(tmp_path: Path) -> None:
+    """It may be saved when the runtime, and with it the branches' streams, is closed."""
+    with nx.open_runtime("host", host_entries=HOST_ENTRIES) as rt:
+        diamond = Diamond(rt)
+        with rt.trace() as trace:
+            diamond.enqueue()
+        events = list(trace.events())
+    assert list(trace.events()) == events
+    trace.save(tmp_path / "trace.json")
 
 
 # Memory.
