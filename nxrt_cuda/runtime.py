@@ -834,20 +834,21 @@ class CudaRuntime:
         on; the runtime is idle again either way.
 
         Raises:
-            CaptureError: a kernel declines, or a capture is open.
+            CaptureError: a kernel declines, a capture is open, or a fork of the body's is still open at its end.
             GraphError: the driver could not end or instantiate the capture.
         """
         graph = self._new_graph(name) if into is None else into
         self._recorder.begin(graph, kernels, mode)
         try:
             yield graph
+            self._recorder.end(stacklevel=4)
         except BaseException:
             try:
-                self._recorder.abort()
+                if self.is_capturing():  # one that failed at its end is over
+                    self._recorder.abort()
             except NxrtError:
                 logger.exception("could not abort the capture of %s after an error in its body", graph.name)
             raise
-        self._recorder.end(stacklevel=4)
 
     def begin_graph_capture(
         self,

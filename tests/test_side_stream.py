@@ -294,6 +294,29 @@ def test_captures_neither_begin_nor_end_within_a_fork(rt: nx.CudaRuntime) -> Non
     assert rt.end_graph_capture().node_count == 1
 
 
+def test_a_fork_that_outlives_the_body_of_a_capture_leaves_none_open(rt: nx.CudaRuntime) -> None:
+    """The ``with`` has ended, and other threads wait for nothing; both work again afterwards."""
+    diamond = Diamond(rt)
+
+    def record() -> None:
+        with rt.capture():
+            fork = later.enter_context(rt.fork())
+            with fork.branch():
+                rt.launch(diamond.left)
+
+    with ExitStack() as later:
+        with pytest.raises(nx.CaptureError, match="capture within a fork; end that first"):
+            record()
+        assert not rt.is_capturing()
+        assert rt.capture_status() is CaptureStatus.NONE
+    assert on_thread(rt.is_capturing) is False
+    assert rt.stats().aborted_captures == 1
+    with rt.capture() as graph:
+        diamond.enqueue()
+    graph.replay()
+    on_thread(rt.synchronize)
+
+
 def test_an_error_in_the_body_joins_all_the_same(rt: nx.CudaRuntime) -> None:
     diamond = Diamond(rt)
     rt.launch(diamond.before)
