@@ -46,7 +46,7 @@ _PATIENCE = 0.2
 """Seconds between two looks whether the thread whose capture is waited for still lives."""
 
 _PASSING = 20e-6
-"""Seconds between two looks whether a thread still makes its call on the short way."""
+"""Seconds between two looks whether a thread still makes its call on the short way, or outside the lock."""
 
 _SUSPECTS = 64
 """How many launches since the last good synchronise a fault report names."""
@@ -111,7 +111,8 @@ class PrimaryContext:
     """
 
     _retained: ClassVar[dict[tuple[int, int], PrimaryContext]] = {}
-    _lock = threading.Lock()
+    # Reentrant: within any of these methods Python's collector may close a runtime that was dropped unclosed.
+    _lock = threading.RLock()
 
     def __init__(self, driver: Driver, device: int) -> None:
         self.driver = driver
@@ -130,10 +131,11 @@ class PrimaryContext:
         """The shared context of ``device``, retained by the first user."""
         with cls._lock:
             key = (id(driver), device)
-            context = cls._retained.get(key)
-            if context is None:
+            try:
+                context = cls._retained[key]
+            except KeyError:
                 context = cls._retained[key] = cls(driver, device)
-            context._users += 1
+            context._users += 1  # with no call since it was found: one that is found cannot be gone
             return context
 
     def release(self) -> None:
@@ -334,6 +336,9 @@ class Session:
         self.suspects: deque[str | _Mark] = deque(maxlen=2 * _SUSPECTS)
         self.frees = 0
         self.dropped: deque[Callable[[], None]] = deque()
+        # Who is outside, by thread: objects of their own, for adding and removing one of them is one step.
+        self._outside: set[tuple[int, object]] = set()
+        self._is_closing = False
         self._refusal: Callable[[], NxrtError] | None = None
         self._failing: set[Callable[[], None]] = set()
         self._tracer: Trace | None = None
@@ -394,6 +399,30 @@ class Session:
             if isinstance(error, DeviceFaultError) or error.name == _CONTEXT_DESTROYED:
                 raise self.poison(error) from None
             raise
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Use what the end of the runtime destroys, events and host buffers, without the lock, which nobody waits for.
+
+        Raises:
+            RuntimeStateError: the runtime is being closed.
+        """
+        entry = (get_ident(), object())
+        # Whoever closes sets the flag and then looks for entries: one of the two sees the other.
+        self._outside.add(entry)
+        try:
+            if self._is_closing:
+                raise RuntimeStateError("another thread has closed the runtime during this call; nothing is returned")
+            yield
+        finally:
+            self._outside.discard(entry)
+
+    def end_outside(self) -> None:
+        """Let no thread in :meth:`outside` any more, and wait for those that are; all work is done, the lock held."""
+        self._is_closing = True
+        # A signal handler that closes may have interrupted one on its own thread, which goes on only after it.
+        while any(thread != get_ident() for thread, _ in list(self._outside)):
+            sleep(_PASSING)
 
     def enqueue(self, call: Callable[..., None], *arguments: object) -> None:
         """Make one call that puts work on the compute stream; the lock is held.
@@ -506,7 +535,8 @@ class Session:
     def poison(self, fault: DriverError) -> NxrtError:
         """Record the first fault of the context; what every later call raises."""
         if self._refusal is None:
-            suspects = tuple([label for label in self.suspects if isinstance(label, str)][-_SUSPECTS:])
+            # Of a copy, made at once: whoever only waits holds no lock, and other threads go on launching.
+            suspects = tuple([label for label in list(self.suspects) if isinstance(label, str)][-_SUSPECTS:])
             blame = f"launched since the last good synchronise: {', '.join(suspects)}; " if suspects else ""
 
             def refusal() -> DeviceFaultError:
@@ -545,7 +575,7 @@ _sessions = _Sessions()
 
 
 def _refuse_after_fork() -> None:
-    PrimaryContext._lock = threading.Lock()
+    PrimaryContext._lock = threading.RLock()
     _sessions.lock = threading.Lock()
     _thread.capturing = None
     _capturing.clear()

@@ -144,6 +144,7 @@ class CapturedGraph:
         Raises:
             GraphError: a tensor or launch is not in the graph, the new tensor does not fit, or overlaps what
                 the same kernel works on; or the driver refused, with the node and its reason. Capture again.
+            TensorError: what is to be replaced, or to replace it, is no tensor of this package.
             DeviceMemoryError: a new tensor was freed, or belongs to another runtime.
             LaunchError: a number is not of the kind that the kernel declares, or does not fit.
             CaptureError: the runtime is capturing.
@@ -241,6 +242,7 @@ class CapturedGraph:
             self._counters.graph_replays += len(segments)
             if session.eager_sync:
                 self._streams.wait(stream, label)
+                self._counters.synchronizations += 1
 
     @property
     def _is_replayable(self) -> bool:

@@ -226,8 +226,10 @@ class KernelSpec:
 class LaunchConfig:
     """Grid and block extents and dynamic shared memory of one launch, in blocks, threads and bytes.
 
+    Kept as tuples of int, from whatever sequences of whole numbers they are given as, NumPy's included.
+
     Raises:
-        LaunchError: a number is no int, or an extent outside what CUDA allows on every device (x up to 2**31-1
+        LaunchError: a number is not whole, or an extent outside what CUDA allows on every device (x up to 2**31-1
             blocks, y and z up to 65535; up to 1024 threads a block, z up to 64). A zero grid is legal
             and launches nothing.
     """
@@ -237,20 +239,26 @@ class LaunchConfig:
     shared_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name, extents, lows, highs in (
+        for name, given, lows, highs in (
             ("grid", self.grid, (0, 0, 0), (2**31 - 1, 65535, 65535)),
             ("block", self.block, (1, 1, 1), (1024, 1024, 64)),
         ):
-            whole = isinstance(extents, Sequence) and all(isinstance(extent, int) for extent in extents)
-            if not whole or len(extents) != 3:
-                raise LaunchError(f"{name} must be three whole numbers, got {extents!r}")
+            try:
+                extents = tuple(map(as_index, given))
+            except TypeError:
+                extents = ()
+            if len(extents) != 3:
+                raise LaunchError(f"{name} must be three whole numbers, got {given!r}")
+            object.__setattr__(self, name, extents)
             for axis, extent, low, high in zip("xyz", extents, lows, highs, strict=True):
                 if not low <= extent <= high:
                     raise LaunchError(f"{name}.{axis} = {extent} is outside [{low}, {high}]")
         if math.prod(self.block) > 1024:
             raise LaunchError(f"block {self.block} has {math.prod(self.block)} threads; CUDA allows 1024")
-        if not isinstance(self.shared_bytes, int):
-            raise LaunchError(f"shared_bytes must be a whole number, got {self.shared_bytes!r}")
+        try:
+            object.__setattr__(self, "shared_bytes", as_index(self.shared_bytes))
+        except TypeError:
+            raise LaunchError(f"shared_bytes must be a whole number, got {self.shared_bytes!r}") from None
         if self.shared_bytes < 0:
             raise LaunchError(f"shared_bytes = {self.shared_bytes} is negative")
 

@@ -96,7 +96,8 @@ class ProgramCache:
         try:
             self._require_private()
             entry = path.read_bytes()
-            os.utime(path)  # its time of last use, which eviction goes by
+            with suppress(OSError):  # a program in a read-only image serves as well, and nothing there is evicted
+                os.utime(path)  # its time of last use, which eviction goes by
         except FileNotFoundError:
             return None
         except OSError as error:

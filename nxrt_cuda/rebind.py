@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxrt_cuda.driver.base import Driver
-from nxrt_cuda.errors import DeviceFaultError, DeviceMemoryError, DriverError, GraphError
+from nxrt_cuda.errors import DeviceFaultError, DeviceMemoryError, DriverError, GraphError, TensorError
 from nxrt_cuda.segment import LaunchWork, Node, Segment
 from nxrt_cuda.tensor import TensorMut, TensorView
 
@@ -89,6 +89,9 @@ class _Update:
     # Checks. Nothing is changed before all have passed.
 
     def replace_tensors(self, tensors: Mapping[TensorView, TensorView]) -> None:
+        for view in (*tensors.keys(), *tensors.values()):
+            if not isinstance(view, TensorView):
+                raise TensorError(f"cannot rebind {self._name}: expected tensors of this package, got {view!r}")
         moves = [_Move(old, new) for old, new in tensors.items() if new is not old]
         for position, move in enumerate(moves):
             self._check_fit(move)
@@ -170,7 +173,10 @@ class _Update:
                     )
 
     def set_scalars(self, scalars: Mapping[tuple[int | str, str], Any]) -> None:
-        for (launch, parameter), value in scalars.items():
+        for key, value in scalars.items():
+            if not isinstance(key, tuple) or len(key) != 2:
+                raise self._refused(f"a number is named by (launch, parameter), not by {key!r}")
+            launch, parameter = key
             for segment, node in self._launches(launch):
                 work = node.work
                 assert isinstance(work, LaunchWork)

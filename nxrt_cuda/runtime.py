@@ -117,6 +117,7 @@ class CudaRuntime:
                 self._close_trace,
                 self.drain_for_unmap,
                 self._close_graphs,
+                self._session.end_outside,
                 self._transfers.close,
                 self._memory.close,
                 self._modules.unload_all,
@@ -142,7 +143,8 @@ class CudaRuntime:
 
         A second call does nothing, and so does closing what a fork inherited. If a driver call fails, the
         next call goes on where this one stopped. After a device fault the driver takes nothing back, so
-        that only this process's own state is dropped.
+        that only this process's own state is dropped. An open trace is ended; that its file cannot be written is
+        logged, and its ``save()`` may write another.
         """
         session = self._session
         with session.lock:
@@ -171,8 +173,13 @@ class CudaRuntime:
             self.close()
 
     def _close_trace(self) -> None:
-        if self._session.tracer is not None:
-            self._session.tracer.close()
+        trace = self._session.tracer
+        if trace is None:
+            return
+        try:
+            trace.close()
+        except OSError as error:  # a full disk does not keep the device's memory from being given back
+            logger.warning("the trace that was open when %s closed cannot be written: %s", self.device, error)
 
     def _once_queued_work_is_done(self, call: Callable[[], None]) -> None:
         """Make ``call`` then; may be asked for by a finaliser, at any instruction."""
@@ -320,6 +327,8 @@ class CudaRuntime:
             )
         if interop.is_device_array(array):
             with self._session.driving("from_array"):
+                # A step may import and drop tensors and never allocate, which is where this is done otherwise.
+                self._memory.collect()
                 return interop.import_array(self, self._memory, array)
         source = np.ascontiguousarray(array).reshape(np.shape(array))
         tensor = self._tensor(as_metadata(source.shape, source.dtype), "from_array")
@@ -358,10 +367,12 @@ class CudaRuntime:
         ``asynchronous`` copies on the transfer stream, beside compute work that is already running.
 
         Raises:
-            TensorError: the shape differs, the cast is not of NumPy's "same kind", or ``view`` is strided or
-                read-only.
+            TensorError: the shape differs, the cast is not of NumPy's "same kind", ``view`` is strided or
+                read-only, or ``array`` is a tensor, which :meth:`copy` takes.
         """
         self._check_target(view, "copy_from")
+        if isinstance(array, TensorView):
+            raise TensorError(f"copy_from of {array!r}, which is on the device already; use copy(target, source)")
         source = np.asarray(array)
         if source.shape != view.shape:
             raise TensorError(f"cannot copy an array of shape {source.shape} into a tensor of shape {view.shape}")
@@ -439,6 +450,8 @@ class CudaRuntime:
             return interop.export_host_copy(self.read(view), view.metadata, **request)
         with self._session.driving("__dlpack__", in_capture=True):
             session = self._session
+            if not session.capturing:
+                self._memory.collect()  # what the exports of earlier steps have left, as in from_array
             return interop.export_dlpack(
                 view,
                 self._streams,
@@ -499,9 +512,10 @@ class CudaRuntime:
         return self._memory.alloc(nbytes, pooled=False, operation="alloc_graph_stable")
 
     def trim_pool(self) -> None:
-        """Return the pool's free memory to the driver; waits for queued work."""
+        """Return the pool's free memory to the driver, and host buffers that no copy uses; waits for queued work."""
         with self._session.driving("trim_pool"):
             self._memory.trim()
+            self._transfers.staging.trim()
 
     def htod(self, array: ArrayLike, dst: int) -> None:
         """Copy an array's bytes to a device address, in stream order; they are taken before the call returns.
@@ -517,13 +531,13 @@ class CudaRuntime:
         """Fill a contiguous, writable array from a device address; blocks until it is there.
 
         Raises:
-            TensorError: the array is not contiguous, read-only, or holds Python objects.
+            TensorError: it is no array, not contiguous, read-only, or holds Python objects.
             CaptureError: the runtime is capturing.
             DriverError: the driver does not know the address.
             DeviceFaultError: the work queued before faulted.
         """
         _plain(array, "dtoh")
-        if not array.flags.c_contiguous or not array.flags.writeable:
+        if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
             raise TensorError("dtoh needs a C-contiguous, writable array")
         self._transfers.download(array, src, operation="dtoh")
 
@@ -564,7 +578,12 @@ class CudaRuntime:
             CaptureError: it is not loaded yet and the runtime is capturing.
             CompileError: it does not compile.
         """
-        return self._modules.find(spec) or self._modules.load(spec)
+        found = self._modules.find(spec)
+        if found is not None:
+            return found
+        with self._session.driving(f"loading {spec.entry}"):
+            self._memory.collect()  # modules that nothing uses make room, though the program allocates nothing
+        return self._modules.load(spec)
 
     def find_function(self, spec: KernelSpec) -> LoadedFunction | None:
         """The kernel of a specialisation if it is loaded; compiles and loads nothing."""
@@ -584,15 +603,15 @@ class CudaRuntime:
         """Compile CUDA C++ text and load one ``extern "C"`` kernel of it.
 
         ``params`` declares the kernel's parameters as (name, kind) pairs in order, with kinds
-        ``ptr i32 u32 i64 u64 f32 f64``; ``macros`` are ``-D`` definitions. On the host driver, ``entry``
-        must be one of the host entries that the runtime was opened with.
+        ``ptr i32 u32 i64 u64 f32 f64``; ``macros`` are ``-D`` definitions, a bool as 1 or 0. On the host driver,
+        ``entry`` must be one of the host entries that the runtime was opened with.
         """
         spec = KernelSpec(
             source=module,
             entry=entry,
             params=tuple(Param(*param) for param in params),
             threads=threads,
-            macros=tuple((name, str(value)) for name, value in (macros or {}).items()),
+            macros=tuple((name, _macro_text(value)) for name, value in (macros or {}).items()),
             contract=contract,
             code=source,
         )
@@ -815,20 +834,21 @@ class CudaRuntime:
         on; the runtime is idle again either way.
 
         Raises:
-            CaptureError: a kernel declines, or a capture is open.
+            CaptureError: a kernel declines, a capture is open, or a fork of the body's is still open at its end.
             GraphError: the driver could not end or instantiate the capture.
         """
         graph = self._new_graph(name) if into is None else into
         self._recorder.begin(graph, kernels, mode)
         try:
             yield graph
+            self._recorder.end(stacklevel=4)
         except BaseException:
             try:
-                self._recorder.abort()
+                if self.is_capturing():  # one that failed at its end is over
+                    self._recorder.abort()
             except NxrtError:
                 logger.exception("could not abort the capture of %s after an error in its body", graph.name)
             raise
-        self._recorder.end(stacklevel=4)
 
     def begin_graph_capture(
         self,
@@ -966,6 +986,11 @@ def _plain(array: ArrayLike, operation: str) -> np.ndarray:
     if plain.dtype.hasobject:
         raise TensorError(f"{operation} of an array of dtype {plain.dtype}, which holds Python objects")
     return plain
+
+
+def _macro_text(value: object) -> str:
+    """``value`` as CUDA C++ spells it: to its preprocessor the word ``True`` is an unknown name, and so 0."""
+    return str(int(value) if isinstance(value, bool | np.bool_) else value)
 
 
 def _overlap(one: int, other: int, nbytes: int) -> bool:

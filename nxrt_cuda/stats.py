@@ -55,7 +55,7 @@ class RuntimeStats(StatsTable):
         graph_rebinds: times that a graph was given other tensors or numbers.
         forks: stretches of work with branches.
         aborted_captures: captures that ended without a graph.
-        synchronizations: waits for the device.
+        synchronizations: ``synchronize()``, and what ``eager_sync`` waited for; reads wait too and are not counted.
     """
 
     TITLE = "runtime"

@@ -179,8 +179,11 @@ class Streams:
 
         Outside the runtime's lock: other threads keep launching, and a capture that one of them opens
         meanwhile is not touched.
+
+        Raises:
+            RuntimeStateError: the runtime is being closed.
         """
-        with self._session.current():
+        with self._session.outside(), self._session.current():
             self._driver.event_synchronize(event)
 
     def close(self) -> None:

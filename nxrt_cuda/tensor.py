@@ -189,8 +189,13 @@ class TensorView:
         """The sub-tensor of ``length`` elements from ``start`` along ``dim``, sharing this memory.
 
         Raises:
-            TensorError: ``dim`` or the range lies outside the tensor.
+            TensorError: ``dim`` or the range lies outside the tensor, or one of the three is no whole number.
         """
+        try:
+            dim, start, length = as_index(dim), as_index(start), as_index(length)
+        except TypeError:
+            given = f"dim {dim!r}, start {start!r}, length {length!r}"
+            raise TensorError(f"narrow: {given}: each must be a whole number") from None
         axis = dim + self.ndim if dim < 0 else dim
         if not 0 <= axis < self.ndim:
             raise TensorError(f"narrow: dim {dim} of a tensor of rank {self.ndim}")

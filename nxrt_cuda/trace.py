@@ -146,6 +146,8 @@ class Trace:
         self._unmeasured = 0
         self._threads: dict[int, str] = {}
         self._drift = 1.0
+        # Taken when the trace is closed: the streams may be gone when it is read.
+        self._stream_names: dict[int, str] | None = None
         self._problem = ""
         self._nvtx: Any = None
         with suppress(ImportError):
@@ -198,6 +200,7 @@ class Trace:
             if self.is_closed:
                 return
             session.tracer = None
+            self._stream_names = streams.names
         try:
             for stream in (streams.transfer, streams.compute):
                 streams.wait(stream, "trace close")
@@ -236,7 +239,8 @@ class Trace:
         yield _named("process_name", _DEVICE_PROCESS, 0, self._about.get("device", "device"))
         for thread, name in list(self._threads.items()):
             yield _named("thread_name", process, thread, name)
-        tracks = {stream: (track, name) for track, (stream, name) in enumerate(self._streams.names.items(), 1)}
+        names = self._streams.names if self._stream_names is None else self._stream_names
+        tracks = {stream: (track, name) for track, (stream, name) in enumerate(names.items(), 1)}
         for track, name in tracks.values():
             yield _named("thread_name", _DEVICE_PROCESS, track, name)
         for span in list(self._host):

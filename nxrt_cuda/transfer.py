@@ -28,7 +28,7 @@ _CHUNK = 8 << 20
 _IN_FLIGHT_LIMIT = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pinned:
     """One page-locked host buffer."""
 
@@ -37,7 +37,11 @@ class _Pinned:
 
 
 class _Staging:
-    """Page-locked buffers by power-of-two size, recycled when the copies that use them are done."""
+    """Page-locked buffers, recycled when the copies that use them are done.
+
+    Sizes are powers of two up to that of a chunk, and whole chunks above, where a power would lock up to twice of
+    what a large asynchronous read needs.
+    """
 
     def __init__(self, session: Session, streams: Streams) -> None:
         self._driver = session.driver
@@ -51,9 +55,8 @@ class _Staging:
 
     def take(self, nbytes: int) -> _Pinned:
         """A buffer of at least ``nbytes``; waits for the oldest copy once too much is in flight."""
-        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
-        while self.dropped:
-            self.in_flight.append(self.dropped.popleft())
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes <= _CHUNK else -(-nbytes // _CHUNK) * _CHUNK
+        self._note_dropped()
         self._collect(waiting=sum(p.bytes.size for _, p in self.in_flight) + size > _IN_FLIGHT_LIMIT)
         idle = self._idle.get(size)
         if idle:
@@ -62,6 +65,10 @@ class _Staging:
         buffer = _Pinned(address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
         self._buffers.append(buffer)
         return buffer
+
+    def _note_dropped(self) -> None:
+        while self.dropped:
+            self.in_flight.append(self.dropped.popleft())
 
     def _collect(self, waiting: bool) -> None:
         for _ in range(len(self.in_flight)):
@@ -79,6 +86,15 @@ class _Staging:
     def put(self, buffer: _Pinned) -> None:
         """Take back a buffer that no copy uses."""
         self._idle.setdefault(buffer.bytes.size, []).append(buffer)
+
+    def trim(self) -> None:
+        """Free the buffers that no copy uses."""
+        self._note_dropped()
+        self._collect(waiting=False)
+        for idle in self._idle.values():
+            while idle:
+                self._driver.mem_host_free(idle[-1].address)
+                self._buffers.remove(idle.pop())
 
     def close(self) -> None:
         """Free every buffer; all copies must be done. After a failure, goes on where it stopped."""
@@ -187,8 +203,9 @@ class Transfers:
                     buffers.append(buffer)
         # After a failure a copy may still be under way: its buffer is not used again, and freed with the runtime.
         self._streams.wait(stream, operation)
-        for chunk, buffer in zip(chunks, buffers, strict=True):
-            chunk[:] = buffer.bytes[: chunk.size]
+        with self._session.outside():
+            for chunk, buffer in zip(chunks, buffers, strict=True):
+                chunk[:] = buffer.bytes[: chunk.size]
         with self._session.lock:
             for buffer in buffers:
                 self.staging.put(buffer)
@@ -217,7 +234,7 @@ class Transfers:
             pass  # Refused here where the runtime is closed or capturing; the wait itself holds no lock.
         with self._session.traced("synchronize", "wait: pending read", {}):
             self._streams.wait_event(pending._event)
-        with self._session.lock:
+        with self._session.lock, self._session.outside():  # if it was closed meanwhile, the buffer went with it
             taken = pending._take()
             if taken is not None:
                 event, buffer = taken

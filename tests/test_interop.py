@@ -281,6 +281,25 @@ def test_a_foreign_owner_is_let_go_by_free_and_by_close(driver: PretendGpu, torc
     assert alive[1]() is None
 
 
+def test_a_step_that_imports_and_exports_and_never_allocates_leaves_nothing_behind(
+    gpu: nx.CudaRuntime, torchlike: nx.CudaRuntime
+) -> None:
+    """The arrays of earlier steps are let go, and the ends of earlier exports are not noted for ever."""
+    interface = torchlike.zeros((4,), nx.float32).__cuda_array_interface__
+    fixed = gpu.zeros((4,), nx.float32)
+    alive = []
+    for _ in range(10):
+        array = Owner(__cuda_array_interface__=interface)
+        alive.append(weakref.ref(array))
+        gpu.copy(fixed, gpu.from_array(array))
+        del array
+        consumed(fixed.__dlpack__(stream=torchlike.stream))()
+        gpu.synchronize()
+        gc.collect()
+        assert len(gpu._session.dropped) <= 2
+    assert sum(reference() is not None for reference in alive) <= 2
+
+
 # Export to a GPU consumer.
 
 

@@ -281,6 +281,18 @@ def test_extents_are_three_whole_numbers(grid: Any, block: Any) -> None:
         nx.LaunchConfig(grid, block)
 
 
+def test_extents_are_kept_as_tuples_of_int_however_they_are_given(rt: nx.CudaRuntime) -> None:
+    """Sizes are often NumPy's; and pictures, traces and dictionaries of configs take nothing else."""
+    plain = nx.LaunchConfig((1, 1, 1), (128, 1, 1), 64)
+    given: list[Any] = [[1, 1, 1], np.array([128, 1, 1]), np.int64(64)]
+    config = nx.LaunchConfig(*given)
+    assert (config, hash(config), repr(config)) == (plain, hash(plain), repr(plain))
+    launch = rt.prepare(ADD_ONE.load(rt), config, rt.zeros((4,), nx.float32), 4)
+    with rt.capture() as graph:
+        rt.launch(launch)
+    assert "grid 1 x 1 x 1, block 128 x 1 x 1" in graph.to_dot()
+
+
 def test_shared_memory_is_a_whole_number_of_bytes() -> None:
     with pytest.raises(nx.LaunchError, match=r"shared_bytes must be a whole number, got 1.5"):
         nx.LaunchConfig((1, 1, 1), (1, 1, 1), 1.5)  # type: ignore[arg-type]

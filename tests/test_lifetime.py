@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -65,6 +66,16 @@ def test_a_prepared_launch_keeps_its_function_and_operands() -> None:
     runtime.launch(launch)
     np.testing.assert_array_equal(launch.operands[0].numpy(), np.ones(4))
     runtime.close()
+
+
+def test_ever_new_kernels_do_not_fill_the_device_though_nothing_is_allocated(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rt._modules, "_kept", deque(maxlen=2))
+    for number in range(10):
+        rt.nvrtc_function("m", ADD_ONE.source, ADD_ONE.entry, ADD_ONE.params, macros={"NUMBER": number})
+        rt.synchronize()
+    assert rt._driver.live().modules <= 4
 
 
 def test_a_module_is_unloaded_once_the_work_of_its_kernel_is_done(
@@ -177,6 +188,27 @@ def test_a_tensor_in_a_cycle_is_released_by_the_collector(rt: nx.CudaRuntime) ->
     del cycle
     gc.collect()
     assert rt.zeros((1000,), nx.float32).ptr == address
+
+
+@pytest.mark.filterwarnings("ignore:unclosed CudaRuntime:ResourceWarning")
+def test_a_runtime_that_is_dropped_unclosed_may_be_collected_while_another_opens() -> None:
+    """The collector closes it in the middle of the opening, on the same thread."""
+    dropped = [opened()]
+    old, new = dropped[0]._driver, HostDriver(HOST_ENTRIES)
+    ask = new.device_attribute
+
+    def collect_and_ask(device: int, attribute: str) -> int:
+        dropped.clear()
+        gc.collect()
+        return ask(device, attribute)
+
+    new.device_attribute = collect_and_ask  # type: ignore[method-assign]
+    opening = threading.Thread(target=lambda: open_on(new).close(), daemon=True)
+    opening.start()
+    opening.join(timeout=20)
+    assert not opening.is_alive(), "it waits for a lock that it holds itself"
+    assert not old.live()
+    assert not new.live()
 
 
 def test_a_runtime_that_is_dropped_unclosed_says_so_and_gives_everything_back() -> None:

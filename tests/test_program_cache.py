@@ -187,6 +187,16 @@ def test_an_unwritable_directory_costs_one_warning(
     assert str(cache.directory) in message
 
 
+def test_programs_in_a_read_only_directory_are_found(
+    cache: ProgramCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container image that was filled when it was built: only the time of last use cannot be noted."""
+    cache.put(KEY, PAYLOAD)
+    monkeypatch.setattr(os, "utime", refuse(errno.EROFS))
+    assert cache.get(KEY) == PAYLOAD
+    assert not caplog.records
+
+
 def test_running_out_of_space_leaves_no_partial_file(
     cache: ProgramCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -292,6 +292,9 @@ def refusals(rt: nx.CudaRuntime, step: Step) -> dict[str, tuple[dict[str, Any], 
         "one tensor twice": (
             {"tensors": {step.x: full(rt, 0), step.x.reshape((4,)): full(rt, 0)}}, nx.GraphError, "overlap"
         ),
+        "no tensor": ({"tensors": {step.x: [0, 0, 0, 0]}}, nx.TensorError, r"expected tensors .* got \[0, 0"),
+        "an address": ({"tensors": {step.x.ptr: step.y}}, nx.TensorError, "expected tensors of this package, got"),
+        "a number without a launch": ({"scalars": {"n": 1}}, nx.GraphError, r"by \(launch, parameter\), not by 'n'"),
         "no such launch": ({"scalars": {(2, "n"): 1}}, nx.GraphError, "no launch number 2; it has scale .*, add_one"),
         "no such entry": ({"scalars": {("scales", "n"): 1}}, nx.GraphError, "no launch of 'scales'"),
         "no such parameter": (
@@ -306,8 +309,8 @@ def refusals(rt: nx.CudaRuntime, step: Step) -> dict[str, tuple[dict[str, Any], 
 @pytest.mark.parametrize("what", [
     "a tensor that it does not use", "another shape", "another dtype", "other strides", "freed memory",
     "a weaker alignment", "read-only memory", "an output on an input", "a part of a tensor", "one tensor twice",
-    "no such launch", "no such entry", "no such parameter", "a pointer as a number", "a number of another kind",
-    "a number that does not fit",
+    "no tensor", "an address", "a number without a launch", "no such launch", "no such entry", "no such parameter",
+    "a pointer as a number", "a number of another kind", "a number that does not fit",
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_and_changes_nothing(rt: nx.CudaRuntime, step: Step, what: str) -> None:
     """Not even what did fit in the same call."""

@@ -484,6 +484,13 @@ def test_statistics_are_a_snapshot_that_prints_as_a_table(rt: nx.CudaRuntime) ->
     assert len({len(row) - len(row.split()[1]) for row in rows}) == 1, "the values stand in one column"
 
 
+def test_bools_among_macros_are_numbers(rt: nx.CudaRuntime) -> None:
+    """In ``#if CAUSAL``, ``True`` would be the name of nothing, and 0."""
+    macros = {"CAUSAL": True, "MASKED": np.False_, "TILE": 32, "ELEMENT": "float"}
+    function = rt.nvrtc_function("m", ADD_ONE.source, ADD_ONE.entry, ADD_ONE.params, macros=macros)
+    assert function.spec.macros == (("CAUSAL", "1"), ("MASKED", "0"), ("TILE", "32"), ("ELEMENT", "float"))
+
+
 # Faults.
 
 
@@ -537,6 +544,27 @@ def test_what_is_launched_during_a_wait_stays_suspect(monkeypatch: pytest.Monkey
         with pytest.raises(nx.DeviceFaultError) as caught:
             runtime.synchronize()
     assert caught.value.suspects == ("fault grid=(1, 1, 1) block=(128, 1, 1)",)
+
+
+def test_a_wait_may_meet_the_fault_while_another_thread_launches() -> None:
+    """It holds no lock, so that there is a new suspect while it names those that there are."""
+    runtime = nx.open_runtime("host", host_entries=HOST_ENTRIES)
+    suspects = runtime._session.suspects
+
+    class Interrupted:
+        """Stands among the labels; when it is looked at, the other thread has its turn."""
+
+        @property
+        def __class__(self) -> type:
+            suspects.append("a launch of another thread")
+            return Interrupted
+
+    runtime.launch(FAULT.prepare(runtime, 1, NOWHERE))
+    suspects.append(Interrupted())  # type: ignore[arg-type]
+    with pytest.raises(nx.DeviceFaultError) as caught:
+        runtime._streams.wait_event(runtime._streams.record(runtime.stream))
+    assert caught.value.suspects == ("fault grid=(1, 1, 1) block=(128, 1, 1)",)
+    runtime.close()
 
 
 def test_only_so_many_suspects_are_named() -> None:
@@ -635,6 +663,17 @@ def test_eager_sync_makes_the_launch_itself_raise() -> None:
         runtime.launch(FAULT.prepare(runtime, 1, NOWHERE))
     assert caught.value.suspects == ("fault grid=(1, 1, 1) block=(128, 1, 1)",)
     runtime.close()
+
+
+def test_what_eager_sync_waits_for_is_counted() -> None:
+    with nx.open_runtime("host", host_entries=HOST_ENTRIES, eager_sync=True) as runtime:
+        launch = ADD_ONE.prepare(runtime, 4, runtime.zeros((4,), nx.float32), 4)
+        with runtime.capture() as graph:
+            runtime.launch(launch)
+        before = runtime.stats()
+        runtime.launch(launch)
+        graph.replay()
+        assert runtime.stats().since(before).synchronizations == 2
 
 
 def test_eager_sync_makes_the_replay_itself_raise() -> None:

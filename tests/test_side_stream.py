@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +191,17 @@ def test_a_trace_has_a_track_for_each_branch(rt: nx.CudaRuntime) -> None:
     assert sorted(work) == ["branch 1", "branch 2", "compute stream", "compute stream"]
 
 
+def test_a_trace_of_branches_outlives_its_runtime(tmp_path: Path) -> None:
+    """It may be saved when the runtime, and with it the branches' streams, is closed."""
+    with nx.open_runtime("host", host_entries=HOST_ENTRIES) as rt:
+        diamond = Diamond(rt)
+        with rt.trace() as trace:
+            diamond.enqueue()
+        events = list(trace.events())
+    assert list(trace.events()) == events
+    trace.save(tmp_path / "trace.json")
+
+
 # Memory.
 
 
@@ -280,6 +292,29 @@ def test_captures_neither_begin_nor_end_within_a_fork(rt: nx.CudaRuntime) -> Non
         with pytest.raises(nx.CaptureError, match="capture within a fork; end that first"):
             rt.end_graph_capture()
     assert rt.end_graph_capture().node_count == 1
+
+
+def test_a_fork_that_outlives_the_body_of_a_capture_leaves_none_open(rt: nx.CudaRuntime) -> None:
+    """The ``with`` has ended, and other threads wait for nothing; both work again afterwards."""
+    diamond = Diamond(rt)
+
+    def record() -> None:
+        with rt.capture():
+            fork = later.enter_context(rt.fork())
+            with fork.branch():
+                rt.launch(diamond.left)
+
+    with ExitStack() as later:
+        with pytest.raises(nx.CaptureError, match="capture within a fork; end that first"):
+            record()
+        assert not rt.is_capturing()
+        assert rt.capture_status() is CaptureStatus.NONE
+    assert on_thread(rt.is_capturing) is False
+    assert rt.stats().aborted_captures == 1
+    with rt.capture() as graph:
+        diamond.enqueue()
+    graph.replay()
+    on_thread(rt.synchronize)
 
 
 def test_an_error_in_the_body_joins_all_the_same(rt: nx.CudaRuntime) -> None:

@@ -186,6 +186,12 @@ def test_narrow_is_a_window_on_the_same_memory(rt: nx.CudaRuntime) -> None:
         np.testing.assert_array_equal(window.numpy(), expected)
 
 
+def test_a_window_given_in_numpy_s_numbers_has_python_s(rt: nx.CudaRuntime) -> None:
+    """Other libraries, which get address and shape, take no others."""
+    window = rt.zeros((4, 2), nx.float32).narrow(*np.array([0, 1, 2]))
+    assert [type(number) for number in (window.ptr, *window.shape)] == [int] * 3
+
+
 @pytest.mark.parametrize(
     ("dim", "start", "length", "message"),
     [
@@ -194,6 +200,7 @@ def test_narrow_is_a_window_on_the_same_memory(rt: nx.CudaRuntime) -> None:
         (0, 1, 2, "narrow: [1, 3) lies outside extent 2 of dim 0"),
         (1, -1, 1, "narrow: [-1, 0) lies outside extent 3 of dim 1"),
         (1, 1, -1, "narrow: [1, 0) lies outside extent 3 of dim 1"),
+        (1, 0.5, 1, "narrow: dim 1, start 0.5, length 1: each must be a whole number"),
     ],
 )
 def test_a_window_outside_the_tensor_is_refused(
@@ -278,6 +285,15 @@ def test_a_write_of_another_shape_or_kind_is_refused_and_changes_nothing(
         tensor.copy_from(array)
     assert rt.stats() == before
     np.testing.assert_array_equal(tensor.numpy(), [[1, 2], [3, 4]])
+
+
+def test_copying_from_a_tensor_is_refused_with_the_call_that_does_it(rt: nx.CudaRuntime) -> None:
+    """To NumPy a tensor is an object without a shape, of which its complaint would be."""
+    source, target = rt.from_array(np.ones(3, np.float32)), rt.zeros((3,), nx.float32)
+    with pytest.raises(nx.TensorError, match=r"copy_from of TensorMut\(.+\), which is on the device.*use copy\("):
+        target.copy_from(source)
+    rt.copy(target, source)
+    np.testing.assert_array_equal(target.numpy(), np.ones(3))
 
 
 def test_a_strided_target_is_refused(rt: nx.CudaRuntime) -> None:

@@ -20,6 +20,59 @@ from nxrt_cuda.runtime import _open_runtimes
 from tests.small_kernels import ADD_ONE, HOST_ENTRIES, SCALE, SLOW, Background, on_thread, open_on
 
 
+@pytest.mark.parametrize("read", ["numpy", "pending"])
+def test_no_data_is_returned_from_a_runtime_that_another_thread_closes(
+    read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is done, and the runtime closed before its bytes are taken out of the host buffer, which goes too."""
+    runtime = nx.open_runtime("host")
+    x = runtime.from_array(np.ones(4, np.float32))
+    take = runtime.read_async(x).numpy if read == "pending" else x.numpy
+    streams = runtime._streams
+    wait_event = streams.wait_event
+    waits: list[int] = []
+
+    def close_meanwhile(event: int) -> None:
+        wait_event(event)
+        if not waits:
+            waits.append(event)
+            on_thread(runtime.close)
+
+    monkeypatch.setattr(streams, "wait_event", close_meanwhile)
+    with pytest.raises(nx.RuntimeStateError, match="closed"):
+        take()
+    assert runtime.is_closed
+
+
+def test_closing_destroys_no_event_that_another_thread_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the event is reached, and the other thread only has to come back from the driver."""
+    runtime = nx.open_runtime("host")
+    driver, x = runtime._driver, runtime.from_array(np.ones(4, np.float32))
+    synchronize, coming_back = driver.event_synchronize, threading.Event()
+    inside = threading.Event()
+
+    def come_back_late(event: int) -> None:
+        synchronize(event)
+        if threading.current_thread() is not threading.main_thread() and not inside.is_set():
+            inside.set()
+            assert coming_back.wait(10)
+
+    monkeypatch.setattr(driver, "event_synchronize", come_back_late)
+
+    def read() -> None:
+        with pytest.raises(nx.RuntimeStateError, match="closed"):
+            x.numpy()
+
+    with Background(read):
+        assert inside.wait(10)
+        with Background(runtime.close) as closing:
+            assert not closing.done.wait(0.2)
+            assert driver.calls["event_destroy"] == 0
+            coming_back.set()
+    assert runtime.is_closed
+    assert not driver.live()
+
+
 def test_launches_of_many_threads_all_run(rt: nx.CudaRuntime) -> None:
     x = rt.zeros((4,), nx.float32)
     launch = ADD_ONE.prepare(rt, 4, x, 4)

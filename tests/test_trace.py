@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 import timeit
 from collections.abc import Callable
@@ -274,6 +275,22 @@ def test_closing_the_runtime_ends_the_trace_and_writes_the_file(tmp_path: Path) 
         rt.launch(ADD_ONE.prepare(rt, 4, x, 4))
     assert trace.is_closed
     assert "add_one" in names(json.loads(path.read_text())["traceEvents"])
+
+
+def test_a_trace_that_cannot_be_written_keeps_no_runtime_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said, and the trace can be written elsewhere."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with nx.open_runtime("host", host_entries=HOST_ENTRIES) as rt:
+        driver = rt._driver
+        trace = rt.trace(folder / "trace.json")
+        rt.zeros((4,), nx.float32)
+        shutil.rmtree(folder)
+    assert rt.is_closed
+    assert not driver.live()
+    assert [record.getMessage() for record in caplog.records if "cannot be written" in record.getMessage()]
+    trace.save(tmp_path / "trace.json")
+    assert "memset" in names(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
 
 
 # Bounds.

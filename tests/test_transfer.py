@@ -89,6 +89,23 @@ def test_no_more_than_a_bound_is_in_flight(rt: nx.CudaRuntime, monkeypatch: pyte
     np.testing.assert_array_equal(x.numpy(), np.full(1024, 11))
 
 
+def test_a_large_read_locks_little_more_than_its_bytes_and_trimming_gives_them_back(rt: nx.CudaRuntime) -> None:
+    """What is under way keeps its buffer."""
+    x = rt.from_array(np.arange(10 * MIB, dtype=np.uint8))
+    rt.synchronize()
+    rt.trim_pool()
+    assert rt._driver.live().pinned == 0
+    done, kept = rt.read_async(x), rt.read_async(x.narrow(0, 0, 5000))
+    assert 10 * MIB <= rt._driver.live().pinned_bytes <= 16 * MIB + 8192
+    np.testing.assert_array_equal(done.numpy(), np.arange(10 * MIB, dtype=np.uint8))
+    rt.trim_pool()
+    assert rt._driver.live().pinned_bytes == 8192
+    np.testing.assert_array_equal(kept.numpy(), np.arange(5000, dtype=np.uint8))
+    del kept
+    rt.trim_pool()
+    assert rt._driver.live().pinned == 0
+
+
 def test_a_refused_upload_gives_its_staging_back(rt: nx.CudaRuntime) -> None:
     ptr = rt.alloc_raw(16)
     for _ in range(20):
@@ -116,8 +133,8 @@ def test_dtoh_fills_the_caller_s_array(rt: nx.CudaRuntime) -> None:
     np.testing.assert_array_equal(target, [[0, 1, 2], [3, 4, 5]])
 
 
-@pytest.mark.parametrize("target", [np.zeros((4, 4))[:, ::2], np.broadcast_to(np.zeros(2), (2, 2))])
-def test_a_target_that_cannot_be_filled_is_refused(rt: nx.CudaRuntime, target: np.ndarray) -> None:
+@pytest.mark.parametrize("target", [np.zeros((4, 4))[:, ::2], np.broadcast_to(np.zeros(2), (2, 2)), [0.0, 0.0]])
+def test_a_target_that_cannot_be_filled_is_refused(rt: nx.CudaRuntime, target: Any) -> None:
     with pytest.raises(nx.TensorError, match="dtoh needs a C-contiguous, writable array"):
         rt.dtoh(target, rt.alloc_raw(512))
 

@@ -275,7 +275,7 @@ def _host_driver() -> Finding:
                 runtime.function(spec)
     except NxrtError as error:
         return Finding(
-            "host driver", str(error), details, "reinstall the package: pip install --force-reinstall nxrt_cuda"
+            "host driver", str(error), details, "reinstall the package in its checkout: pip install --force-reinstall ."
         )
     return Finding("host driver", f"ready, kernel sources in {directory}", details)
 

@@ -70,7 +70,7 @@ def read_model(model: ModelProto | str | Path) -> OnnxGraph:
 
     Raises:
         UnsupportedError: nodes are not served, all named, each with the reason; or ``onnx`` is not installed.
-        EngineError: the file is missing or holds no model.
+        EngineError: the file is missing or holds no model, or an input is declared without element type or shape.
     """
     return _Reader(_load(model)).graph()
 
@@ -96,10 +96,18 @@ class _Reader:
 
         self._graph = graph = model.graph
         self._initializers = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-        self._inputs: Declared = {
-            value.name: _declaration(value) for value in graph.input if value.name not in self._initializers
-        }
-        self._known = {**self._inputs, **{value.name: _declaration(value) for value in graph.value_info}}
+        self._inputs: Declared = {}
+        for value in graph.input:
+            if value.name in self._initializers:
+                continue
+            if not _is_declared(value):
+                raise EngineError(
+                    f"input '{value.name}' of the ONNX model {graph.name!r} is declared without element type or shape"
+                )
+            self._inputs[value.name] = _declaration(value)
+        # What shape inference could not tell of a tensor inside is not known here either.
+        inside = {value.name: _declaration(value) for value in graph.value_info if _is_declared(value)}
+        self._known = {**self._inputs, **inside}
         self._known.update((name, (array.dtype, array.shape)) for name, array in self._initializers.items())
         self._derived: dict[str, np.ndarray] = {}
 
@@ -261,6 +269,12 @@ def _discard(attributes: dict[str, Any], **neutral: tuple[int, ...]) -> None:
         value = attributes.pop(name, values[0])
         if value not in values:
             raise _Refused(f"{name} = {value} is not served")
+
+
+def _is_declared(value: ValueInfoProto) -> bool:
+    """Whether ``value`` is a tensor of a known element type and rank."""
+    tensor = value.type.tensor_type
+    return bool(tensor.elem_type) and tensor.HasField("shape")
 
 
 def _declaration(value: ValueInfoProto) -> tuple[Any, tuple[int | str, ...]]:

@@ -123,10 +123,15 @@ class Signature:
         """
         if set(sizes) != set(self.symbols):
             raise EngineError(f"sizes of {_listed(sizes)} given; the symbols are {_listed(self.symbols)}")
-        for symbol, size in sizes.items():
-            if not isinstance(size, int) or size < 0:
-                raise EngineError(f"{symbol} = {size!r} is no whole number >= 0")
-        return {symbol: sizes[symbol] for symbol in self.symbols}
+        checked = {}
+        for symbol in self.symbols:
+            try:
+                checked[symbol] = as_index(sizes[symbol])
+            except TypeError:
+                checked[symbol] = -1
+            if checked[symbol] < 0:
+                raise EngineError(f"{symbol} = {sizes[symbol]!r} is no whole number >= 0")
+        return checked
 
     def round_up(self, sizes: Sizes) -> dict[str, int]:
         """The sizes of the bucket that serves ``sizes``.

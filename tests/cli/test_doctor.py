@@ -173,7 +173,7 @@ def test_doctor_fails_where_nothing_can_run(
     status, out, _ = call("doctor")
     assert status == 1
     assert "this machine: nothing can run" in out
-    assert "host driver: reinstall the package" in out
+    assert "host driver: reinstall the package in its checkout: pip install --force-reinstall ." in out
 
 
 @pytest.mark.parametrize("kind", [Gpu, no_driver])

@@ -303,6 +303,33 @@ def test_an_attribute_outside_the_kernels_contract_is_refused(rt: nx.CudaRuntime
         engine.prepare({"q.0": 1, "S": 1, "k.0": 1, "w.0": 1, "bias.0": 1})
 
 
+def undeclared(name: str) -> list[Any]:
+    """The ways in which a model may say little of a tensor."""
+    return [
+        onnx.ValueInfoProto(name=name),
+        helper.make_tensor_value_info(name, Type.FLOAT, None),
+        helper.make_tensor_value_info(name, Type.UNDEFINED, ("N", 4, 6, 8)),
+    ]
+
+
+@pytest.mark.parametrize("how", [0, 1, 2])
+def test_what_a_model_does_not_say_of_a_tensor_inside_is_no_rank(rt: nx.CudaRuntime, how: int) -> None:
+    """Shape inference leaves it open where it does not know an operator."""
+    model = attention_model()
+    model.graph.node[0].output[0] = "hidden"
+    model.graph.node.append(helper.make_node("Attention", ["hidden", "k", "v"], ["y"]))
+    model.graph.value_info.append(undeclared("hidden")[how])
+    assert nx.Engine.from_onnx(rt, model).run(query_key_value(1))["y"].shape == (1, 4, 6, 8)
+
+
+@pytest.mark.parametrize("how", [0, 1, 2])
+def test_an_input_needs_an_element_type_and_a_shape(rt: nx.CudaRuntime, how: int) -> None:
+    model = attention_model()
+    model.graph.input[0].CopyFrom(undeclared("q")[how])
+    with pytest.raises(nx.EngineError, match="input 'q' of the ONNX model 'model' is declared without element type or"):
+        nx.Engine.from_onnx(rt, model)
+
+
 def test_a_model_is_read_from_a_file(rt: nx.CudaRuntime, tmp_path: Path) -> None:
     onnx.save(attention_model(), tmp_path / "model.onnx")
     for path in (tmp_path / "model.onnx", str(tmp_path / "model.onnx")):

@@ -118,4 +118,4 @@ def test_a_symbol_of_bound_tensors_only_is_refused() -> None:
 def test_sizes_given_by_symbol_are_checked(sizes: dict[str, Any], problem: str) -> None:
     with pytest.raises(nx.EngineError, match=problem):
         signature().check(sizes)
-    assert signature().check({"T": 2, "B": 1}) == {"B": 1, "T": 2}
+    assert signature().check({"T": 2, "B": np.int64(1)}) == {"B": 1, "T": 2}
