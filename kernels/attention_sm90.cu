@@ -17,11 +17,12 @@
 // one, and computes the softmax under them. Consumers issue in turns, so that one has the tensor cores
 // while another has the exponential unit. The first scores of a tile are issued behind the last values of
 // the tile before, so the tensor cores do not drain between tiles.
-// tests/ops/test_attention_sm90_barriers.py is a model of the barriers.
+// tests/ops/test_attention_sm90_barriers.py is a model of the barriers. Each warp of a consumer copies its own rows of a
+// mask, a block ahead, and waits for nobody else.
 //
 // A row's weights are measured from a maximum that it has seen, which need not be its latest: the origin moves
 // when a score exceeds it by more than the headroom of the type. Most blocks then need neither the maximum of
-// the whole row, which four lanes share, nor new sums.
+// the whole row, which four lanes share, nor new sums. Softcap is part of the exponent where dot products are small.
 //
 // The weights enter the second product as 16-bit numbers. In f16 they are scaled by 2^12, and the headroom is
 // 2^3: 2^15 is the greatest power of two, and weights down to 2^-36 of the largest survive.
@@ -29,8 +30,10 @@
 // 0 * NaN is NaN on a tensor core too. In blocks that some row may not see whole, values that are not
 // finite are taken out of shared memory and added afterwards, to the rows that may see them. A tile's first
 // block is not held up by that: its product starts the sums, and can be made again.
+#include "common/async_copy.cuh"
 #include "common/attention.cuh"
 #include "common/half_element.cuh"
+#include "common/mma.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
@@ -39,7 +42,7 @@ constexpr int kBlockKeys = BLOCK_KEYS;
 constexpr int kQueryStages = QUERY_STAGES;  // tiles of queries in shared memory
 constexpr int kKeyStages = KEY_STAGES;      // blocks of keys there
 constexpr int kValueStages = VALUE_STAGES;  // and of values
-constexpr int kMaskWidth = MASK_WIDTH;  // mask elements that one access may read
+constexpr int kMaskWidth = MASK_WIDTH;  // mask elements that one copy may move
 constexpr int kWarpgroup = 128;
 constexpr int kRows = 64;  // query rows of a consumer
 constexpr int kTileRows = kRows * kConsumers;
@@ -48,6 +51,7 @@ constexpr int kSlabs = (kHeadDim + kSlabColumns - 1) / kSlabColumns;
 constexpr int kPaddedDim = (kHeadDim + 31) / 32 * 32;
 constexpr int kCheckers = 3;  // warps that look for values that are not finite
 static_assert(sizeof(Element) == 2, "f16 or bf16");
+static_assert(kMaskWidth == 2 || kMaskWidth == 4 || kMaskWidth == 8, "a copy of 4, 8 or 16 bytes");
 static_assert(kHeadDim % 8 == 0, "rows are a multiple of 16 bytes");
 static_assert(kBlockKeys % 32 == 0 && kBlockKeys <= 128, "a block of keys is one box and one product");
 static_assert(kConsumers == 2 || kConsumers == 3, "the registers are dealt for two or three consumers");
@@ -57,8 +61,6 @@ static_assert(kThreads == kWarpgroup * (1 + kConsumers), "a producer warpgroup a
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 static_assert(kWarpgroup * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "they fit");
-
-constexpr float kLog2E = 1.4426950408889634f;
 
 // One tile of work, as the producer hands it out. `blocks` blocks of keys end at block `last_block`; a tile
 // without keys has one, in which no key is allowed.
@@ -70,6 +72,7 @@ struct Tile {
     int full_begin;  // blocks in [full_begin, full_end) lie within every row's range
     int full_end;
     Lengths lengths;
+    const Element* mask;  // the plane's row `first`, in the mailbox
 
     // Whether some row may not see all of a block for its range.
     __device__ __forceinline__ bool is_cut(int block) const {
@@ -79,11 +82,59 @@ struct Tile {
     __device__ __forceinline__ bool is_partial(int block) const { return kHasMask || is_cut(block); }
 };
 
-struct Smem {
+constexpr float kLog2E = 1.4426950408889634f;
+
+// What turns a dot product into a score, and a score into an exponent. Without softcap and mask dot products serve as
+// scores, and their scale is left to the exponent.
+//
+// Where scores are far below the cap, exponents are a polynomial of the dot products: log2(e) softcap tanh(x) =
+// dot * (c0 + c1 dot^2 + c2 dot^4), with a relative error of 4e-7 where |x| <= kSmallArgument. The last term is
+// positive: of a dot product of -inf the exponent is -inf.
+constexpr bool kWeighsDots = kHasSoftcap && !kHasMask;
+constexpr float kSmallArgument = 0.25f;
+struct ScoreScale {
+    float cap;   // scale / softcap: dot products to arguments x of tanh(x) = 1 - 2 / (e^2x + 1)
+    float mask;  // units of the mask to one of a dot product, or of its tanh
+    float log2;  // units of log2 to one of a score
+    float c0, c1, c2;
+    float max_dot;  // the greatest magnitude of a dot product for which the polynomial holds
+
+    __device__ __forceinline__ void set(float scale, float softcap) {
+        cap = kHasSoftcap ? scale / softcap : 0.0f;
+        mask = kHasSoftcap ? softcap : scale;
+        log2 = kHasMask ? kLog2E : mask * kLog2E;
+        if (!kWeighsDots) return;
+        const float unit = scale * kLog2E;
+        c0 = 9.9999960e-1f * unit;
+        c1 = -3.3321908e-1f * unit * (cap * cap);
+        c2 = 1.2841613e-1f * unit * (cap * cap) * (cap * cap);
+        // Nothing over- or underflows in there.
+        const bool is_common = fabsf(log2f(cap)) < 20.0f && fabsf(log2f(unit)) < 20.0f;
+        max_dot = is_common ? kSmallArgument * softcap / scale : -1.0f;
+    }
+};
+
+struct OperandBuffers {
     Element q[kQueryStages][kConsumers][kSlabs][kRows][kSlabColumns];  // and outputs, once consumers are done with q
     Element k[kKeyStages][kSlabs][kBlockKeys][kSlabColumns];
     Element v[kValueStages][kSlabs][kBlockKeys][kSlabColumns];
+};
+
+// The mask of a block as a consumer's warps copy it, each its own rows. They are 16 bytes longer than they need be, so
+// that the same chunk of eight of them lies in different banks.
+template <bool kIsThere>
+struct MaskBuffer {
+    Element mask[kTileRows][kBlockKeys + 8];
+    __device__ __forceinline__ Element* mask_row(int row) { return mask[row]; }
+};
+template <>
+struct MaskBuffer<false> {
+    __device__ __forceinline__ Element* mask_row(int) { return nullptr; }
+};
+
+struct Smem : OperandBuffers, MaskBuffer<kHasMask> {
     Tile tiles[kQueryStages];  // with the q buffer of the same index
+    ScoreScale scale;  // with softcap, for registers are short
     unsigned int found[kValueStages][kCheckers];  // by the checkers in a block of values
     Barrier q_full[kQueryStages][kConsumers];
     Barrier q_empty[kQueryStages];
@@ -143,6 +194,10 @@ __device__ __forceinline__ void make_tile(Tile& tile, const Params& params, unsi
     tile.plane = plane;
     tile.first = first;
     tile.lengths = lengths;
+    if (kHasMask) {
+        tile.mask = params.mask + plane / params.q_heads * params.mask_batch_stride +
+                    plane % params.q_heads * params.mask_head_stride + static_cast<long long>(first) * params.sk;
+    }
     // Ranges move right with the row.
     const KeyRange first_range = lengths.range(first, params.local_window);
     const int first_block = first_range.begin / kBlockKeys;
@@ -355,25 +410,24 @@ constexpr float kMaxOffset = 4096.0f;
 // The softmax of a lane's two rows so far. A weight is 2^(log2_scale * (score - origin)), where the origin is
 // a maximum of the row: not always the latest, but at most kHeadroom below it.
 struct RowState {
-    float max[2];     // the origin; -inf: no score yet, and the origin is 0
-    float offset[2];  // what the origin amounts to as an addend to log2_scale * score
-    float limit[2];   // the greatest score that needs no new origin; -inf where each block must be looked after
-    float sum[2];     // of the weights of this lane's keys
+    float max[2];               // the origin; -inf: no score yet, and the origin is 0
+    float offset[2];            // what the origin amounts to as an addend to log2_scale * score
+    float sum[2];               // of the weights of this lane's keys
+    unsigned int sees_key = 0;  // bit r: row r sees a key under the mask, though its score be -inf
 };
 
-// What turns a dot product into a score. Without softcap and mask dot products serve as scores, and their
-// scale is left to the exponent.
-struct ScoreScale {
-    float cap;   // scale / softcap: dot products to arguments of tanh(x) = 1 - 2 / (e^2x + 1)
-    float mask;  // units of the mask to one of a dot product, or of its tanh
-    float log2;  // units of log2 to one of a score
+// The greatest exponent that needs no new origin.
+constexpr float kMaxExponent = Traits::kWeightExponent + Traits::kHeadroom;
 
-    __device__ __forceinline__ ScoreScale(float scale, float softcap) {
-        cap = kHasSoftcap ? scale / softcap : 0.0f;
-        mask = kHasSoftcap ? softcap : scale;
-        log2 = kHasMask ? kLog2E : mask * kLog2E;
+// Whether in all rows of the warp there has been a score, one of 0 needs no new origin, and the offset is not too large.
+__device__ __forceinline__ bool are_ordinary(const RowState& state, float log2_scale) {
+    bool is_ordinary = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        is_ordinary &= state.offset[r] <= kMaxExponent && fabsf(state.max[r] * log2_scale) < kMaxOffset;
     }
-};
+    return __all_sync(kFullWarp, is_ordinary);
+}
 
 // tanh(x) / x as a polynomial in x^2, fitted for the least relative error where |x| <= kMaxArgument: 6e-07.
 constexpr float kMaxArgument = 0.5f;
@@ -384,17 +438,24 @@ __device__ __forceinline__ float tanh_over_x(float square) {
     return fmaf(sum, square, 9.99999464e-1f);
 }
 
+// The greatest magnitudes of a lane's two rows in a block.
+__device__ __forceinline__ void find_greatest(float (&greatest)[2], const Scores& scores) {
+    float chains[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+        float& chain = chains[fragment_row(i)][i % 2];
+        chain = fmaxf(chain, fabsf(scores[i]));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) greatest[r] = fmaxf(chains[r][0], chains[r][1]);
+}
+
 // Scores are mostly far below the cap. A polynomial then leaves the exponential unit, which the softmax keeps
 // busy, alone.
 __device__ __forceinline__ void cap(Scores& scores, const ScoreScale& scale) {
-    float max[2][2] = {};
-#pragma unroll
-    for (int i = 0; i < kBlockKeys / 2; ++i) {
-        float& chain = max[fragment_row(i)][i % 2];
-        chain = fmaxf(chain, fabsf(scores[i]));
-    }
-    const float max_argument = fmaxf(fmaxf(max[0][0], max[0][1]), fmaxf(max[1][0], max[1][1])) * scale.cap;
-    if (__any_sync(kFullWarp, max_argument > kMaxArgument)) {
+    float greatest[2];
+    find_greatest(greatest, scores);
+    if (__any_sync(kFullWarp, fmaxf(greatest[0], greatest[1]) * scale.cap > kMaxArgument)) {
 #pragma unroll
         for (int i = 0; i < kBlockKeys / 2; ++i) {
             scores[i] = fmaf(-2.0f, rcp(ex2(scores[i] * scale.cap * (2.0f * kLog2E)) + 1.0f), 1.0f);
@@ -404,19 +465,14 @@ __device__ __forceinline__ void cap(Scores& scores, const ScoreScale& scale) {
         for (int i = 0; i < kBlockKeys / 2; ++i) {
             const float x = scores[i] * scale.cap;
             scores[i] = x * tanh_over_x(x * x);
+            if (i % 16 == 15) __syncwarp();  // ptxas would otherwise have more of them in flight than it has registers
         }
     }
 }
 
-// A pair of mask elements that hide their keys.
-constexpr unsigned int kNoKeys = (Traits::kInfinity | 0x8000) * 0x00010001u;
-
 // A lane's two rows: what they may see.
 struct LaneRows {
     KeyRange ranges[2];
-    const Element* mask[2];
-    unsigned int mask_max[2];  // of the mask so far, by even and odd keys, where a row may see them
-    bool has_key[2];
 };
 
 // The keys that a row may see, counted from `first_key`.
@@ -429,54 +485,7 @@ struct RelativeRange {
     __device__ __forceinline__ bool contains(int key) const { return key < end && (!kHasWindow || key >= begin); }
 };
 
-// A block's mask as its scores lie in a lane, in pairs of neighbouring keys.
-using MaskPairs = unsigned int[kBlockKeys / 4];
-
-// Load it; what lies beyond the rows' ends is not read.
-__device__ __forceinline__ void load_mask(MaskPairs& pairs, const LaneRows& rows, int first_key, int keys) {
-#pragma unroll
-    for (int i = 0; i < kBlockKeys / 4; ++i) {
-        const int key = first_key + fragment_column(2 * i);
-        const Element* const mask = rows.mask[fragment_row(2 * i)] + key;
-        if (kMaskWidth == 2) {
-            pairs[i] = key < keys ? *reinterpret_cast<const unsigned int*>(mask) : kNoKeys;
-        } else {
-            const auto* const bits = reinterpret_cast<const unsigned short*>(mask);
-            const unsigned int low = key < keys ? bits[0] : 0;
-            const unsigned int high = key + 1 < keys ? bits[1] : 0;
-            pairs[i] = high << 16 | low;
-        }
-    }
-}
-
-// Make it -inf for the keys that the lane's rows may not see.
-__device__ __forceinline__ void hide(MaskPairs& pairs, const LaneRows& rows, int first_key) {
-    const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
-#pragma unroll
-    for (int i = 0; i < kBlockKeys / 4; ++i) {
-        const RelativeRange& range = ranges[fragment_row(2 * i)];
-        const int column = fragment_column(2 * i);
-        if (!range.contains(column)) pairs[i] = (pairs[i] & 0xffff0000u) | (kNoKeys & 0xffff);
-        if (!range.contains(column + 1)) pairs[i] = (pairs[i] & 0xffff) | (kNoKeys & 0xffff0000u);
-    }
-}
-
-// Add it to the scores. A key whose mask is -inf has the score -inf, whatever its dot product is.
-__device__ __forceinline__ void add_mask(
-    Scores& scores, LaneRows& rows, const MaskPairs& pairs, const ScoreScale& scale) {
-#pragma unroll
-    for (int i = 0; i < kBlockKeys / 4; ++i) {
-        unsigned int& max = rows.mask_max[fragment_row(2 * i)];
-        max = Traits::max(max, pairs[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kBlockKeys / 2; ++i) {
-        const float bias = Traits::unpack(pairs[i / 2], i % 2);
-        scores[i] = bias == negative_infinity() ? bias : fmaf(scores[i], scale.mask, bias);
-    }
-}
-
-// Exclude the keys that the lane's rows may not see, where there is no mask to say so.
+// Exclude the keys that lie beyond the ranges of the lane's rows.
 __device__ __forceinline__ void exclude(Scores& scores, const LaneRows& rows, int first_key) {
     const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
 #pragma unroll
@@ -485,18 +494,127 @@ __device__ __forceinline__ void exclude(Scores& scores, const LaneRows& rows, in
     }
 }
 
-// The maxima of a lane's two rows over its keys of a block.
+// A warp's part of the mask of a block, 16 rows, in shared memory.
+struct MaskRows {
+    static constexpr int kRowBytes = (kBlockKeys + 8) * sizeof(Element);
+    static constexpr int kLanesARow = kBlockKeys / kMaskWidth < 32 ? kBlockKeys / kMaskWidth : 32;
+    static constexpr int kRowsAtOnce = 32 / kLanesARow;
+
+    unsigned int buffer;
+
+    // Copy it, once all lanes have read the block before, from rows of `keys` elements, `rows` of which are there, at
+    // `source`, where they have `columns` left.
+    __device__ __forceinline__ void copy(const Element* source, int rows, int columns, int keys) const {
+        const int lane_row = threadIdx.x % 32 / kLanesARow;
+        const int lane_column = threadIdx.x % 32 % kLanesARow * kMaskWidth;
+        const unsigned int target = buffer + lane_row * kRowBytes + lane_column * sizeof(Element);
+        source += static_cast<long long>(lane_row) * keys + lane_column;
+        __syncwarp();
+#pragma unroll
+        for (int row = 0; row < 16; row += kRowsAtOnce) {
+#pragma unroll
+            for (int column = 0; column < kBlockKeys; column += kLanesARow * kMaskWidth) {
+                copy_async<kMaskWidth * sizeof(Element)>(target + row * kRowBytes + column * sizeof(Element),
+                                                         source + static_cast<long long>(row) * keys + column,
+                                                         lane_row + row < rows && lane_column + column < columns);
+            }
+        }
+        copy_async_commit();
+    }
+    __device__ __forceinline__ void wait() const {
+        copy_async_wait<0>();
+        __syncwarp();
+    }
+    // The words of 16 keys from `key` on, as the lane's scores lie.
+    __device__ __forceinline__ void read(unsigned int (&words)[4], int key) const {
+        const int lane = threadIdx.x % 32;
+        ldmatrix_x4(words, buffer + lane % 16 * kRowBytes + lane / 16 * 16 + key * sizeof(Element));
+    }
+};
+
+// Add the mask to the scores.
+__device__ __forceinline__ void add_mask(Scores& scores, const MaskRows& mask, float scale) {
+#pragma unroll
+    for (int key = 0; key < kBlockKeys; key += 16) {
+        unsigned int words[4];
+        mask.read(words, key);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float& score = scores[key / 2 + i];
+            score = fmaf(score, scale, Traits::unpack(words[i / 2], i % 2));
+        }
+    }
+}
+
+// Exclude the keys at which the mask is -inf, whatever their dot products are: added to it, some are not -inf but
+// NaN. And note which rows may see a key at all, though its score be -inf.
+__device__ __forceinline__ void exclude_masked(
+    Scores& scores, RowState& state, const LaneRows& rows, const MaskRows& mask, int first_key) {
+    const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
+#pragma unroll
+    for (int key = 0; key < kBlockKeys; key += 16) {
+        unsigned int words[4];
+        mask.read(words, key);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int r = fragment_row(i);
+            if (i == 0) __syncwarp();  // as in cap()
+            const bool may_see = ranges[r].contains(key + fragment_column(i)) &&
+                                 Traits::unpack(words[i / 2], i % 2) != negative_infinity();
+            if (may_see) {
+                state.sees_key |= 1 << r;
+            } else {
+                scores[key / 2 + i] = negative_infinity();
+            }
+        }
+    }
+}
+
+// The maxima of a lane's two rows over its keys of a block. kOfNaN: NaN is the greatest, else it is passed over.
+template <bool kOfNaN>
 __device__ __forceinline__ void find_max(float (&max)[2], const Scores& scores) {
+    const auto greater = [](float a, float b) { return kOfNaN ? max_nan(a, b) : fmaxf(a, b); };
     float chains[2][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) chains[r][0] = chains[r][1] = negative_infinity();
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; ++i) {
         float& chain = chains[fragment_row(i)][i % 2];
-        chain = fmaxf(chain, scores[i]);
+        chain = greater(chain, scores[i]);
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) max[r] = fmaxf(chains[r][0], chains[r][1]);
+    for (int r = 0; r < 2; ++r) max[r] = greater(chains[r][0], chains[r][1]);
+}
+
+// Whether a score needs a new origin, or what is no number must be seen to.
+__device__ __forceinline__ bool needs_origin(
+    const Scores& scores, const RowState& state, float log2_scale, bool is_ordinary) {
+    if (is_ordinary) {
+        // The greatest score or 0. Numbers from 0 on compare as the integers of the same bits, of which Hopper finds the
+        // greatest of three at once; numbers below are negative as integers too, and NaN is greater than any number.
+        int max[2][2] = {};
+#pragma unroll
+        for (int i = 0; i < kBlockKeys / 2; i += 2) {
+            int& chain = max[fragment_row(i)][i / 4 % 2];
+            chain = __vimax3_s32(chain, __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
+        }
+        bool exceeds = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float row_max = __int_as_float(::max(max[r][0], max[r][1]));
+            exceeds |= !(fmaf(row_max, log2_scale, state.offset[r]) <= kMaxExponent);
+        }
+        return exceeds;
+    }
+    float max[2];
+    find_max<kHasMask>(max, scores);
+    bool exceeds = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        exceeds |= !(fmaf(max[r], log2_scale, state.offset[r]) <= kMaxExponent) ||
+                   !(fabsf(state.max[r] * log2_scale) < kMaxOffset);
+    }
+    return exceeds;
 }
 
 // Make the maxima over the quads of lanes that share the rows the rows' origins.
@@ -513,7 +631,6 @@ __device__ __forceinline__ void set_origins(
         shift[r] = is_large ? origin : 0.0f;
         state.max[r] = row_max;
         state.offset[r] = Traits::kWeightExponent - (is_large ? 0.0f : offset);
-        state.limit[r] = is_large ? negative_infinity() : row_max + Traits::kHeadroom / log2_scale;
     }
     if (__any_sync(kFullWarp, shift[0] != 0.0f || shift[1] != 0.0f)) {
 #pragma unroll
@@ -521,38 +638,72 @@ __device__ __forceinline__ void set_origins(
     }
 }
 
-// Turn scores into weights, and add them to the rows' sums.
-__device__ __forceinline__ void weigh(Scores& scores, RowState& state, float log2_scale) {
+// Turn exponents into weights, and add them to the rows' sums.
+template <typename Exponent>
+__device__ __forceinline__ void weigh(Scores& scores, RowState& state, const Exponent& exponent) {
     float sums[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; ++i) {
         const int r = fragment_row(i);
-        scores[i] = ex2(fmaf(scores[i], log2_scale, state.offset[r]));
+        scores[i] = ex2(exponent(scores[i], state.offset[r]));
         sums[r][i % 2] += scores[i];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.sum[r] += sums[r][0] + sums[r][1];
 }
 
-// The same for a tile's first block, from whose maxima the rows set out.
-__device__ __forceinline__ void weigh_first(Scores& scores, RowState& state, float log2_scale) {
-    float max[2];
-    find_max(max, scores);
-    set_origins(scores, state, max, log2_scale);
-    state.sum[0] = state.sum[1] = 0.0f;
-    weigh(scores, state, log2_scale);
+// The same for scores.
+__device__ __forceinline__ void weigh(Scores& scores, RowState& state, float log2_scale) {
+    weigh(scores, state, [&](float score, float offset) { return fmaf(score, log2_scale, offset); });
 }
 
-// The same for a later block. Only where a score exceeds its row's limit do the lanes look for the maximum
-// together and the warp's origins move; returns whether they did, and then `rescale` is what earlier sums of
-// values must be multiplied by.
-__device__ __forceinline__ bool weigh_next(
-    Scores& scores, RowState& state, float (&rescale)[2], float log2_scale) {
-    rescale[0] = rescale[1] = 1.0f;
+// The same for dot products far below the cap.
+__device__ __forceinline__ void weigh(Scores& dots, RowState& state, const ScoreScale& scale) {
+    weigh(dots, state, [&](float dot, float offset) {
+        const float square = dot * dot;
+        return fmaf(dot, fmaf(fmaf(scale.c2, square, scale.c1), square, scale.c0), offset);
+    });
+}
+
+// Whether dot products are far below the cap, and none needs a new origin.
+__device__ __forceinline__ bool are_small(
+    const Scores& dots, const RowState& state, const ScoreScale& scale, bool is_ordinary) {
+    float greatest[2];
+    find_greatest(greatest, dots);
+    bool are_small = is_ordinary;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        // The exponent is at most that of the argument of tanh.
+        are_small &= greatest[r] <= scale.max_dot && fmaf(greatest[r], scale.c0, state.offset[r]) <= kMaxExponent;
+    }
+    return __all_sync(kFullWarp, are_small);
+}
+
+// Set out from the maxima of a tile's first block. `settle` sees to scores that are not a number, and to rows
+// without any.
+template <typename Settle>
+__device__ __forceinline__ void begin_rows(Scores& scores, RowState& state, float log2_scale, const Settle& settle) {
     float max[2];
-    find_max(max, scores);
-    const bool must_move = __any_sync(kFullWarp, max[0] > state.limit[0] || max[1] > state.limit[1]);
+    find_max<kHasMask>(max, scores);
+    if (kHasMask && __any_sync(kFullWarp, !(max[0] > negative_infinity() && max[1] > negative_infinity()))) {
+        settle();
+        find_max<false>(max, scores);
+    }
+    set_origins(scores, state, max, log2_scale);
+    state.sum[0] = state.sum[1] = 0.0f;
+}
+
+// Only where a score of a later block needs a new origin do the lanes look for the maximum together and the warp's
+// origins move; returns whether they did, and then `rescale` is what earlier sums of values must be multiplied
+// by.
+template <typename Settle>
+__device__ __forceinline__ bool move_origins(
+    Scores& scores, RowState& state, float (&rescale)[2], float log2_scale, bool is_ordinary, const Settle& settle) {
+    const bool must_move = __any_sync(kFullWarp, needs_origin(scores, state, log2_scale, is_ordinary));
     if (must_move) {
+        if (kHasMask) settle();
+        float max[2];
+        find_max<false>(max, scores);
         const float old_max[2] = {state.max[0], state.max[1]};
 #pragma unroll
         for (int r = 0; r < 2; ++r) max[r] = fmaxf(max[r], old_max[r]);
@@ -563,7 +714,6 @@ __device__ __forceinline__ bool weigh_next(
             state.sum[r] *= rescale[r];
         }
     }
-    weigh(scores, state, log2_scale);
     return must_move;
 }
 
@@ -575,15 +725,16 @@ __device__ __forceinline__ void pack_weights(PackedWeights& packed, const Scores
 // Add the values that the checkers took out of a block to the rows that may see them. A finite positive
 // weight does not change an infinity or a NaN, and a NaN weight has spoilt the row already.
 __device__ __forceinline__ void add_spoilt_values(
-    Sums& sums, const Element* values, const LaneRows& rows, int first_key, int lane_column) {
-    const int last_key = min(first_key + kBlockKeys, static_cast<int>(max(rows.ranges[0].end, rows.ranges[1].end)));
+    Sums& sums, const Element* values, const LaneRows& rows, const Element* const (&mask)[2], int first_key,
+    int lane_column) {
+    const int last_key = min(first_key + kBlockKeys, static_cast<int>(rows.ranges[1].end));
 #pragma unroll 1
     for (int key = first_key; key < last_key; ++key) {
         bool allowed[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             allowed[r] = rows.ranges[r].contains(key);
-            if (kHasMask && allowed[r]) allowed[r] = to_f32(rows.mask[r][key]) != negative_infinity();
+            if (kHasMask && allowed[r]) allowed[r] = to_f32(mask[r][key]) != negative_infinity();
         }
         const Element* const row = values + static_cast<long long>(key) * kHeadDim;
 #pragma unroll
@@ -645,7 +796,9 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
     const int lane = threadIdx.x % 32;
     const int lane_row = threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
     const int lane_column = lane % 4 * 2;
-    const ScoreScale scale(params.scale, params.softcap);
+    ScoreScale own_scale;
+    own_scale.set(params.scale, params.softcap);
+    const ScoreScale& scale = kHasSoftcap ? smem.scale : own_scale;
 
     constexpr unsigned int kQueryBuffer = sizeof(smem.q[0]);
     const unsigned long long q_descriptor = wgmma_descriptor(smem.q[0][consumer], 0);
@@ -664,10 +817,17 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
     Scores scores;
     Sums sums;
     PackedWeights weights;
-    MaskPairs mask;
+    const int warp_row = consumer * kRows + threadIdx.x % kWarpgroup / 32 * 16;
+    const MaskRows mask = {shared_address(smem.mask_row(warp_row))};
+    const auto copy_mask = [&](const Tile& mailbox, int block) {
+        const int first_key = block * kBlockKeys;
+        mask.copy(mailbox.mask + static_cast<long long>(warp_row) * params.sk + first_key,
+                  params.sq - mailbox.first - warp_row, params.sk - first_key, params.sk);
+    };
 
     mbarrier_wait(smem.q_full[0][consumer], 0);
     Tile tile = read_tile(smem.tiles[0]);
+    if (kHasMask) copy_mask(smem.tiles[0], tile.last_block);
     mbarrier_wait(smem.k_full[0], 0);
     issue_scores(scores, q_descriptor, k_descriptor);
     if (consumer == kConsumers - 1) pass_turn();  // the first turn is the first consumer's
@@ -678,39 +838,50 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
 
     int stored_stage = -1;
     while (true) {
-        const int first = tile.first + consumer * kRows;
+        // Where registers are short, what is not needed in every block is read from the mailbox again.
+        const Tile& mailbox = kHasMask || kHasSoftcap ? smem.tiles[q_place.stage] : tile;
         LaneRows rows;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = first + lane_row + 8 * r;
-            rows.ranges[r] = tile.lengths.range(row, params.local_window);
-            rows.has_key[r] = rows.ranges[r].begin < rows.ranges[r].end;
-            if (kHasMask) {
-                rows.mask_max[r] = kNoKeys;
-                rows.mask[r] = params.mask + tile.plane / params.q_heads * params.mask_batch_stride +
-                               tile.plane % params.q_heads * params.mask_head_stride +
-                               static_cast<long long>(min(row, params.sq - 1)) * params.sk;
-            }
+            const int row = mailbox.first + consumer * kRows + lane_row + 8 * r;
+            rows.ranges[r] = mailbox.lengths.range(row, params.local_window);
         }
         int block = tile.last_block;
         const int first_block = tile.last_block - tile.blocks + 1;
         bool is_partial = tile.is_partial(block);
+        RowState state;
 
         // From dot products to scores of the keys that the rows may see, and -inf for the others.
-        const auto finish_scores = [&](int b, bool is_partial_block) {
+        const auto finish_scores = [&](int b) {
             if (kHasSoftcap) cap(scores, scale);
             if (kHasMask) {
-                if (tile.is_cut(b)) hide(mask, rows, b * kBlockKeys + lane_column);
-                add_mask(scores, rows, mask, scale);
-            } else if (is_partial_block) {
-                exclude(scores, rows, b * kBlockKeys + lane_column);
+                mask.wait();
+                add_mask(scores, mask, scale.mask);
             }
+            if (tile.is_cut(b)) exclude(scores, rows, b * kBlockKeys + lane_column);
+        };
+        const auto settle = [&](int b) { exclude_masked(scores, state, rows, mask, b * kBlockKeys + lane_column); };
+        const auto copy_next_mask = [&](int b) {
+            if (kHasMask && b > first_block) copy_mask(mailbox, b - 1);
+        };
+        // From the dot products of a block to weights; returns whether the origins moved.
+        const auto weigh_next = [&](int b, bool is_ordinary, float (&rescale)[2]) {
+            if (kWeighsDots && are_small(scores, state, scale, is_ordinary)) {
+                if (tile.is_cut(b)) exclude(scores, rows, b * kBlockKeys + lane_column);
+                weigh(scores, state, scale);
+                return false;
+            }
+            finish_scores(b);
+            const bool has_moved = move_origins(scores, state, rescale, scale.log2, is_ordinary, [&] { settle(b); });
+            copy_next_mask(b);
+            weigh(scores, state, scale.log2);
+            return has_moved;
         };
 
-        RowState state;
-        if (kHasMask) load_mask(mask, rows, block * kBlockKeys + lane_column, params.sk);
-        finish_scores(block, is_partial);
-        weigh_first(scores, state, scale.log2);
+        finish_scores(block);
+        begin_rows(scores, state, scale.log2, [&] { settle(block); });
+        copy_next_mask(block);
+        weigh(scores, state, scale.log2);
         pack_weights(weights, scores);
 
         // The store of the tile before has long read its buffer; it was issued by one of the warps.
@@ -743,16 +914,20 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             if (lane == 0) mbarrier_arrive(smem.v_empty[v_place.stage]);
             v_place.advance();
             if ((found & kMayBeSeen) == 0) return;
-            const long long plane = tile.plane / params.group;
-            add_spoilt_values(
-                sums, params.value + plane * params.kv_capacity * kHeadDim, rows, block * kBlockKeys, lane_column);
+            const long long plane = mailbox.plane / params.group;
+            const Element* mask_rows[2];
+#pragma unroll
+            for (int r = 0; r < 2 && kHasMask; ++r) {
+                const int row = min(consumer * kRows + lane_row + 8 * r, params.sq - 1 - mailbox.first);
+                mask_rows[r] = mailbox.mask + static_cast<long long>(row) * params.sk;
+            }
+            add_spoilt_values(sums, params.value + plane * params.kv_capacity * kHeadDim, rows, mask_rows,
+                              block * kBlockKeys, lane_column);
         };
         mbarrier_wait(smem.v_full[v_place.stage], v_place.parity);
 
 #pragma unroll 1
         while (block > first_block) {
-            // What the next scores need comes from far.
-            if (kHasMask) load_mask(mask, rows, (block - 1) * kBlockKeys + lane_column, params.sk);
             mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
             const unsigned int found = is_partial && block < tile.last_block ? wait_for_checkers() : 0;
             take_turn();
@@ -760,15 +935,15 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
                          advance(k_descriptor, k_place.stage * kKeyBytes));
             issue_values(sums, weights, advance(v_descriptor, v_place.stage * kKeyBytes), block < tile.last_block);
             pass_turn();
+            const bool is_ordinary = are_ordinary(state, scale.log2);
             wgmma_wait<1>();
             pin(scores);
             if (is_elected) mbarrier_arrive(smem.k_empty[k_place.stage]);
             k_place.advance();
 
             const bool is_next_partial = tile.is_partial(block - 1);
-            finish_scores(block - 1, is_next_partial);
-            float rescale[2];
-            bool has_moved = weigh_next(scores, state, rescale, scale.log2);
+            float rescale[2] = {1.0f, 1.0f};
+            bool has_moved = weigh_next(block - 1, is_ordinary, rescale);
 
             // The compiler moves a wait for products up as far as the last branch, and additions that are not needed
             // yet down behind it. So there is a branch behind the softmax, the wait for the values that the new
@@ -796,6 +971,7 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         next_place.advance();
         mbarrier_wait(smem.q_full[next_place.stage][consumer], next_place.parity);
         const Tile next = read_tile(smem.tiles[next_place.stage]);
+        if (kHasMask && next.plane >= 0) copy_mask(smem.tiles[next_place.stage], next.last_block);
         if (next.plane >= 0) mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
         const unsigned int found = is_partial && block < tile.last_block ? wait_for_checkers() : 0;
         take_turn();
@@ -807,17 +983,20 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         pin(sums);
         finish_values(found);
 
-        if (kHasMask) {
+        bool has_key[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) rows.has_key[r] = has_key_in_quad(rows.mask_max[r] != kNoKeys);
+        for (int r = 0; r < 2; ++r) {
+            const bool sees_key = (state.sees_key >> r & 1) != 0 || state.max[r] > negative_infinity();
+            has_key[r] = kHasMask ? has_key_in_quad(sees_key) : rows.ranges[r].begin < rows.ranges[r].end;
         }
-        write_output(smem.q[q_place.stage][consumer], sums, state, rows.has_key);
+        write_output(smem.q[q_place.stage][consumer], sums, state, has_key);
         fence_proxy_async();
         named_barrier_sync(kOutputBarrier + consumer, kWarpgroup);
         if (is_elected) {
 #pragma unroll
             for (int slab = 0; slab < kSlabs; ++slab) {
-                tma_store_3d(output_map, smem.q[q_place.stage][consumer][slab], slab * kSlabColumns, first, tile.plane);
+                tma_store_3d(output_map, smem.q[q_place.stage][consumer][slab], slab * kSlabColumns,
+                             mailbox.first + consumer * kRows, mailbox.plane);
             }
             tma_store_commit();
         }
@@ -864,6 +1043,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
     const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / kWarpgroup, 0);
 
     if (threadIdx.x == 0) {
+        smem.scale.set(scale, softcap);
         prefetch_tensormap(q_map);
         prefetch_tensormap(key_map);
         prefetch_tensormap(value_map);

@@ -28,6 +28,13 @@ __device__ __forceinline__ float rcp(float x) {
     return result;
 }
 
+// max.NaN.f32 (sm_80): the greater, or NaN where one is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
 // bar.sync (sm_70): wait until `threads` threads have arrived at named barrier `id`.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -251,7 +251,9 @@ class AttentionKernel(OperatorKernel[VariantChoice]):
     ) -> _Plan:
         runtime, op = self._runtime, self._attributes.op
         capabilities = runtime.capabilities
-        choice = choose_variant(dtype, geometry, capabilities.compute_capability, alignment=alignment)
+        choice = choose_variant(
+            dtype, geometry, capabilities.compute_capability, alignment=alignment, mask_alignment=mask_alignment
+        )
         variant = choice.variant
         config = launch_config(
             op,

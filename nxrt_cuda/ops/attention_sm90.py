@@ -19,6 +19,7 @@ __all__ = [
     "MapLayout",
     "Sm90Tiles",
     "map_layouts",
+    "mask_access",
     "obstacle",
     "planes_per_section",
     "shared_bytes",
@@ -47,6 +48,7 @@ ROWS = 64
 
 _SLAB_COLUMNS = 64
 _MAP_ALIGNMENT = 16
+_MIN_COPY, _MAX_COPY = 4, 16
 _MAX_SEQUENCE = 2**30
 _MAX_TILES = 2**30
 _SHORT_SEQUENCE = 768
@@ -79,11 +81,16 @@ class Sm90Tiles:
 
 
 def obstacle(
-    dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int], alignment: int
+    dtype: DataType,
+    geometry: AttentionGeometry,
+    compute_capability: tuple[int, int],
+    alignment: int,
+    mask_alignment: int,
 ) -> str | None:
     """Why this variant, or that for f32 on Hopper, does not serve a call; None if it does.
 
-    ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes.
+    ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes, and
+    ``mask_alignment`` what that of the mask is.
     """
     if compute_capability != COMPUTE_CAPABILITY:
         return "there is no tensor-core variant for {} on compute capability {}.{}".format(dtype, *compute_capability)
@@ -93,6 +100,8 @@ def obstacle(
         return None  # it reads by ordinary loads, and needs no more
     if alignment < _MAP_ALIGNMENT:
         return f"operands are aligned to {alignment} bytes, not to {_MAP_ALIGNMENT}"
+    if geometry.has_mask and mask_access(geometry, mask_alignment) < _MIN_COPY:
+        return f"rows of the mask are not aligned to {_MIN_COPY} bytes, which an asynchronous copy moves at least"
     if geometry.seq_k == 0:
         return "there are no keys"
     if geometry.scale <= 0.0:
@@ -104,22 +113,25 @@ def obstacle(
     return None
 
 
+def mask_access(geometry: AttentionGeometry, mask_alignment: int) -> int:
+    """Bytes of the mask that one copy may move: up to 16 that its address and its rows are aligned to."""
+    bits = mask_alignment | geometry.seq_k * float16.itemsize | _MAX_COPY
+    return bits & -bits
+
+
 def tiles_of(geometry: AttentionGeometry) -> Sm90Tiles:
     """The tiles that were fastest on an H200; ``benchmarks/attention_log.md`` says what else was tried.
 
-    An additive mask takes registers: smaller blocks leave them. Up to head_dim 64 three consumers fit, which hide
-    the exponentials best, unless a window comes with softcap or a mask; where a tile of 192 rows would mostly lie
-    beyond the triangle, two waste less.
+    A mask takes the shared memory of a third tile of queries. Up to head_dim 64 three consumers fit, which hide the
+    exponentials best, unless two of window, softcap and mask take their registers; where a tile of 192 rows would
+    mostly lie beyond the triangle, two waste less.
     """
     if geometry.head_dim > _SLAB_COLUMNS:
         if geometry.has_mask:
-            return Sm90Tiles(consumers=2, keys=96, query_stages=3, key_stages=2, value_stages=3)
+            return Sm90Tiles(consumers=2, keys=128, query_stages=2, key_stages=2, value_stages=2)
         return Sm90Tiles(consumers=2, keys=128, query_stages=3, key_stages=2, value_stages=2)
-    if geometry.has_mask:
-        consumers = 2 if geometry.local_window > 0 else 3
-        return Sm90Tiles(consumers, keys=64, query_stages=3, key_stages=4, value_stages=4)
     is_short = geometry.causal and geometry.seq_q <= _SHORT_SEQUENCE
-    is_full = geometry.local_window > 0 and geometry.softcap > 0.0
+    is_full = sum((geometry.local_window > 0, geometry.softcap > 0.0, geometry.has_mask)) > 1
     return Sm90Tiles(consumers=2 if is_short or is_full else 3, keys=128, query_stages=3, key_stages=3, value_stages=3)
 
 
@@ -146,15 +158,16 @@ def planes_per_section(geometry: AttentionGeometry, l2_cache_bytes: int) -> int:
     return kv_planes // sections * geometry.group
 
 
-def shared_bytes(head_dim: int, tiles: Sm90Tiles) -> int:
-    """Dynamic shared memory of a block: ``sizeof(Smem)`` in the kernel."""
+def shared_bytes(head_dim: int, tiles: Sm90Tiles, *, has_mask: bool) -> int:
+    """Dynamic shared memory of a block: ``sizeof(Smem)`` in the kernel. A row of the mask is padded by 16 bytes."""
     slab_row = div_up(head_dim, _SLAB_COLUMNS) * _SLAB_COLUMNS * float16.itemsize
     blocks = tiles.key_stages + tiles.value_stages
     buffers = slab_row * (tiles.query_stages * tiles.queries + blocks * tiles.keys)
-    mailboxes = 40 * tiles.query_stages
-    findings = div_up(tiles.value_stages * 3 * 4, 8) * 8
+    mask = tiles.queries * (tiles.keys + 8) * float16.itemsize if has_mask else 0
+    mailboxes = 48 * tiles.query_stages
+    scale_and_findings = div_up(7 * 4 + tiles.value_stages * 3 * 4, 8) * 8
     barriers = 8 * (tiles.query_stages * (tiles.consumers + 1) + 2 * blocks + tiles.value_stages)
-    return buffers + mailboxes + findings + barriers
+    return buffers + mask + mailboxes + scale_and_findings + barriers
 
 
 @dataclass(frozen=True)

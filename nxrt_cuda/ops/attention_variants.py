@@ -124,11 +124,17 @@ def lowest_bit(bits: int) -> int:
 
 
 def choose_variant(
-    dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int], *, alignment: int
+    dtype: DataType,
+    geometry: AttentionGeometry,
+    compute_capability: tuple[int, int],
+    *,
+    alignment: int,
+    mask_alignment: int,
 ) -> VariantChoice:
     """The variant for a call on a device.
 
-    ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes.
+    ``alignment`` is what the addresses of query, key, value and output are multiples of, in bytes, and
+    ``mask_alignment`` what that of the mask is.
     """
     if geometry.seq_q == 1:
         return VariantChoice(AttentionVariant.DECODE, "seq_q is 1")
@@ -142,7 +148,7 @@ def choose_variant(
     portable = AttentionVariant.TF32X3 if is_single else AttentionVariant.TENSOR_CORE
     if compute_capability != sm90.COMPUTE_CAPABILITY:
         return VariantChoice(portable, reason)
-    obstacle = sm90.obstacle(dtype, geometry, compute_capability, alignment)
+    obstacle = sm90.obstacle(dtype, geometry, compute_capability, alignment, mask_alignment)
     if obstacle is not None:
         return VariantChoice(portable, obstacle)
     return VariantChoice(AttentionVariant.BF16X6 if is_single else AttentionVariant.SM90, reason)
@@ -171,9 +177,9 @@ def attention_spec(
         "TOTAL_LENGTH_ERROR": int(CaptureErrorCode.TOTAL_LENGTH),
         "PAST_LENGTH_ERROR": int(CaptureErrorCode.PAST_LENGTH),
     }
-    if variant in (AttentionVariant.SM90, AttentionVariant.TENSOR_CORE):
-        mask_access = lowest_bit(mask_alignment | geometry.seq_k * dtype.itemsize | 2 * dtype.itemsize)
-        macros["MASK_WIDTH"] = mask_access // dtype.itemsize if geometry.has_mask else 1
+    if variant is AttentionVariant.TENSOR_CORE:
+        pair = lowest_bit(mask_alignment | geometry.seq_k * dtype.itemsize | 2 * dtype.itemsize)
+        macros["MASK_WIDTH"] = pair // dtype.itemsize if geometry.has_mask else 1
     if variant is AttentionVariant.SM90:
         sm90_tiles = sm90.tiles_of(geometry)
         macros |= {
@@ -182,6 +188,7 @@ def attention_spec(
             "QUERY_STAGES": sm90_tiles.query_stages,
             "KEY_STAGES": sm90_tiles.key_stages,
             "VALUE_STAGES": sm90_tiles.value_stages,
+            "MASK_WIDTH": sm90.mask_access(geometry, mask_alignment) // dtype.itemsize if geometry.has_mask else 8,
         }
     elif variant is not AttentionVariant.DECODE:
         tiles = _tiles(variant, geometry)
@@ -304,6 +311,12 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
             for geometry in (plain, replace(plain, causal=False), full, replace(full, has_mask=False))
             for head_dim, seq_q in ((128, 4096), (64, 4096), (64, 512))
         ),
+        *(
+            (hopper, bfloat16, replace(plain, causal=causal, head_dim=head_dim, seq_q=4096, **feature))
+            for causal in (True, False)
+            for feature in ({"softcap": 1.0}, {"has_mask": True, "seq_k": 8})
+            for head_dim in (128, 64)
+        ),
         *((hopper, float16, replace(plain, head_dim=head_dim, seq_q=4096)) for head_dim in (8, 32, 72, 96, 120)),
     ]
     specs = [attention_spec(*call, alignment=ACCESS_BYTES, mask_alignment=ACCESS_BYTES) for call in sample]
@@ -315,7 +328,7 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
             attention_spec(variant, float32, plain, alignment=float32.itemsize, mask_alignment=float32.itemsize)
             for variant in (tf32x3, bf16x6)
         ),
-        attention_spec(hopper, float16, replace(full, seq_q=4096, seq_k=4096), alignment=16, mask_alignment=2),
+        attention_spec(hopper, float16, replace(full, seq_q=4096, seq_k=4096), alignment=16, mask_alignment=4),
     )
 
 
@@ -358,7 +371,7 @@ def _shared_bytes(variant: AttentionVariant, geometry: AttentionGeometry) -> int
     """Dynamic shared memory of a block: ``sizeof(Smem)`` in the variant's source."""
     head_dim = geometry.head_dim
     if variant is AttentionVariant.SM90:
-        return sm90.shared_bytes(head_dim, sm90.tiles_of(geometry))
+        return sm90.shared_bytes(head_dim, sm90.tiles_of(geometry), has_mask=geometry.has_mask)
     tiles = _tiles(variant, geometry)
     if variant is AttentionVariant.SIMT:
         row = div_up(head_dim, 16) * 16 + 4

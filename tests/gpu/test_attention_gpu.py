@@ -210,6 +210,54 @@ def test_numbers_without_parts(rt: nx.CudaRuntime, operand: str, number: float, 
     check_case(run(rt, extreme), replace(extreme, expected=extreme.oracle()))
 
 
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("seq_k", [704, 700, 698, 697])
+def test_rows_of_a_mask_at_any_address(rt: nx.CudaRuntime, seq_k: int, causal: bool, head_dim: int) -> None:
+    """Of a multiple of eight, four or two keys, or an odd number of them.
+
+    One row sees no key, one a single key, one only a key whose score is -inf, and all rows are kept from keys and
+    values that are not numbers.
+    """
+    case = random_case(9, BF16, heads=2, seq_q=300, seq_k=seq_k, head_dim=head_dim, causal=causal, mask_planes=(1, 2))
+    query, key, value, mask = (array.copy() for array in (case.query, case.key, case.value, case.mask))
+    key[:, :, 77], value[:, :, 78], key[:, :, 79] = NAN, INF, INF
+    key[:, :, 100], key[:, :, 100, 0], query[:, :, 40, 0] = 0, -INF, 1
+    mask[..., [77, 78, 79, 100]] = -INF
+    mask[:, :, [5, 17, 40]] = -INF
+    mask[:, :, 17, 3] = mask[:, :, 40, 100] = 0
+    case = replace(case, query=query, key=key, value=value, mask=mask)
+    case = replace(case, expected=case.oracle())
+    assert (case.expected[:, :, 5] == 0).all()
+    assert np.isnan(case.expected[:, :, 40]).all()
+    assert np.isnan(case.expected).any(-1).sum() == 2
+    check_case(run(rt, case), case)
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)
+@pytest.mark.parametrize("growth", [0.05, 0.3, 1.0, 8.0])
+def test_scores_near_the_cap_and_far_below_it(
+    rt: nx.CudaRuntime, growth: float, dtype: np.dtype, head_dim: int
+) -> None:
+    """A kernel may treat them differently, from block to block: keys grow towards the first."""
+    case = random_case(10, dtype, heads=2, seq_q=300, seq_k=700, head_dim=head_dim, causal=True, softcap=5.0)
+    ramp = np.linspace(growth, 0, 700).reshape(1, 1, 700, 1)
+    case = replace(case, key=(case.key * ramp).astype(dtype))
+    check_case(run(rt, case), replace(case, expected=case.oracle()))
+
+
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("window", [0, 1, 64, 130])
+def test_ranges_that_cut_blocks_anywhere(rt: nx.CudaRuntime, window: int, head_dim: int) -> None:
+    """Rows of one tile that see either half of a block of keys, the whole or nothing of it."""
+    for past in (0, 1, 40, 63, 64, 65, 100, 127, 128):
+        shape = {"seq_q": 200, "seq_k": 500, "head_dim": head_dim, "causal": True}
+        case = random_case(past, BF16, **shape, past=[past], window=window)
+        check_case(run(rt, case), case)
+
+
 @pytest.mark.usefixtures("choice")
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=lambda d: d.name)
 def test_maxima_that_grow_with_every_block(rt: nx.CudaRuntime, dtype: np.dtype) -> None:

@@ -90,7 +90,7 @@ def test_choice_of_variant(
     """With a head size in eights there are a Hopper kernel and one for other tensor cores, of 16-bit types and of f32;
     one row goes to the decode kernel, and the rest to SIMT."""
     geometry = replace(PLAIN, seq_q=seq_q, head_dim=head_dim)
-    choice = choose_variant(dtype, geometry, compute_capability, alignment=16)
+    choice = choose_variant(dtype, geometry, compute_capability, alignment=16, mask_alignment=16)
     assert (choice.variant.value, choice.reason) == (variant, reason)
 
 
@@ -107,10 +107,20 @@ def test_choice_of_variant(
 def test_what_the_hopper_kernel_does_not_serve(alignment: int, changes: dict[str, int | float], reason: str) -> None:
     """The other tensor-core kernel does, and the reason names what stood in the way. For f32 it has no such limits."""
     geometry = replace(PLAIN, **changes)
-    assert choose_variant(nx.float32, geometry, (9, 0), alignment=alignment).variant is AttentionVariant.BF16X6
+    single = choose_variant(nx.float32, geometry, (9, 0), alignment=alignment, mask_alignment=16)
+    assert single.variant is AttentionVariant.BF16X6
     for dtype in (nx.float16, nx.bfloat16):
-        choice = choose_variant(dtype, geometry, (9, 0), alignment=alignment)
+        choice = choose_variant(dtype, geometry, (9, 0), alignment=alignment, mask_alignment=16)
         assert (choice.variant.value, choice.reason) == ("tensor_core", reason)
+
+
+def test_rows_of_a_mask_that_cannot_be_copied_in_words() -> None:
+    """An odd number of keys, or an odd address, go to the other tensor-core kernel."""
+    for seq_k, mask_alignment, is_served in ((7, 16, False), (8, 2, False), (8, 4, True), (6, 16, True), (6, 4, True)):
+        geometry = replace(PLAIN, seq_k=seq_k, has_mask=True)
+        choice = choose_variant(nx.float16, geometry, (9, 0), alignment=16, mask_alignment=mask_alignment)
+        assert choice.variant is (AttentionVariant.SM90 if is_served else AttentionVariant.TENSOR_CORE)
+        assert ("rows of the mask are not aligned to 4 bytes" in choice.reason) is not is_served
 
 
 def test_every_shape_that_the_gate_passes_has_a_prefill_variant() -> None:
@@ -119,7 +129,7 @@ def test_every_shape_that_the_gate_passes_has_a_prefill_variant() -> None:
         for dtype in (nx.float32, nx.float16, nx.bfloat16):
             for seq_q in (1, 2, 4096):
                 geometry = replace(PLAIN, seq_q=seq_q, head_dim=head_dim)
-                chosen = choose_variant(dtype, geometry, (9, 0), alignment=16).variant
+                chosen = choose_variant(dtype, geometry, (9, 0), alignment=16, mask_alignment=16).variant
                 assert supported(seq_q, head_dim) == (chosen is not AttentionVariant.DECODE)
 
 
@@ -325,13 +335,22 @@ def test_entries(variant: AttentionVariant, dtype: nx.DataType, entry: str) -> N
     assert attention_spec(variant, dtype, PLAIN, alignment=16, mask_alignment=16).entry == entry
 
 
-def test_mask_pairs_are_read_at_once_where_they_are_aligned() -> None:
-    """Rows of an odd number of keys, or an odd address, leave single elements."""
-    for seq_k, mask_alignment, width in ((8, 16, "2"), (8, 4, "2"), (8, 2, "1"), (7, 16, "1")):
+def test_an_access_of_the_mask_is_as_wide_as_its_alignment() -> None:
+    """Of rows and address. The portable kernel reads pairs at most, the Hopper kernel copies 4 to 16 bytes."""
+    portable, hopper = AttentionVariant.TENSOR_CORE, AttentionVariant.SM90
+    for variant, seq_k, mask_alignment, width in (
+        (portable, 8, 16, "2"),
+        (portable, 8, 4, "2"),
+        (portable, 8, 2, "1"),
+        (portable, 7, 16, "1"),
+        (hopper, 8, 16, "8"),
+        (hopper, 12, 16, "4"),
+        (hopper, 8, 8, "4"),
+        (hopper, 6, 16, "2"),
+    ):
         geometry = replace(PLAIN, has_mask=True, seq_k=seq_k)
-        for variant in (AttentionVariant.SM90, AttentionVariant.TENSOR_CORE):
-            spec = attention_spec(variant, nx.float16, geometry, alignment=16, mask_alignment=mask_alignment)
-            assert dict(spec.macros)["MASK_WIDTH"] == width
+        spec = attention_spec(variant, nx.float16, geometry, alignment=16, mask_alignment=mask_alignment)
+        assert dict(spec.macros)["MASK_WIDTH"] == width
 
 
 @pytest.mark.parametrize(
