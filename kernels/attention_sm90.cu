@@ -884,8 +884,9 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         weigh(scores, state, scale.log2);
         pack_weights(weights, scores);
 
-        // The store of the tile before has long read its buffer; it was issued by one of the warps.
-        if (lane == 0 && stored_stage >= 0) {
+        // The store of the tile before, which one thread issued, has long read its buffer. Each thread gives back what it
+        // has read of the mailbox.
+        if (stored_stage >= 0) {
             tma_store_wait_read();
             mbarrier_arrive(smem.q_empty[stored_stage]);
         }
@@ -1050,7 +1051,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
         prefetch_tensormap(output_map);
         for (int i = 0; i < kQueryStages; ++i) {
             for (int consumer = 0; consumer < kConsumers; ++consumer) mbarrier_init(smem.q_full[i][consumer], 1);
-            mbarrier_init(smem.q_empty[i], kConsumers * kWarpgroup / 32 + kCheckers);
+            mbarrier_init(smem.q_empty[i], kConsumers * kWarpgroup + kCheckers);
         }
         for (int i = 0; i < kKeyStages; ++i) {
             mbarrier_init(smem.k_full[i], 1);
