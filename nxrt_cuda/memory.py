@@ -246,8 +246,14 @@ class DeviceMemory:
         """Release what finalisers dropped, and free retired memory that no queued work uses."""
         self.session.collect()
         self.release_held()
+        done = False
         while self._retired and self._driver.event_query(self._retired[0][0]):
-            self._free_oldest(self._free_in_order)
+            event, item = self._retired.popleft()
+            self.session.dropped.append(partial(self._let_go, item, self._free_in_order))
+            self._streams.recycle(event)
+            done = True
+        if done:
+            self.session.collect()
 
     def release_held(self) -> None:
         """Release what was given back within a fork, unless one is open or has a branch that was not joined."""
@@ -272,8 +278,11 @@ class DeviceMemory:
                 free.pop()
                 self._counters.pool_retained_bytes -= size
         while self._retired:
-            self._driver.event_synchronize(self._retired[0][0])
-            self._free_oldest(self._driver.mem_free)
+            event, item = self._retired[0]
+            self._driver.event_synchronize(event)
+            self._let_go(item, self._driver.mem_free)
+            self._retired.popleft()
+            self._streams.recycle(event)
         # What was freed in stream order before is the driver's again only now.
         self._driver.stream_synchronize(self._streams.compute)
 
@@ -307,15 +316,12 @@ class DeviceMemory:
         else:
             self._driver.mem_free(ptr)
 
-    def _free_oldest(self, free: Callable[[int], None]) -> None:
-        event, item = self._retired[0]
+    def _let_go(self, item: _Block | Any, free: Callable[[int], None]) -> None:
         if isinstance(item, _Block):
             self._return(item.ptr, free)
             self._counters.deferred_bytes -= item.size
         elif isinstance(item, _Call):
             item.make()
-        self._retired.popleft()
-        self._streams.recycle(event)
 
     def _take(self, size: int) -> int:
         try:

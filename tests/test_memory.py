@@ -457,3 +457,28 @@ def test_what_the_driver_never_takes_back_does_not_block_what_comes_after(
     rt.alloc_raw(16)
     assert calls == ["never", "never", "after", "never"]
     rt._session.dropped.clear()
+
+
+def test_memory_that_the_driver_never_takes_back_does_not_block_allocations(caplog: pytest.LogCaptureFixture) -> None:
+    """Its error is the caller's once; it stays counted, and what was retired after it is freed."""
+    rt = open_on(HostDriver(), pool_limit=0)
+    driver = rt._session.driver
+    free, refused = driver.mem_free_async, []
+
+    def refuse_one(ptr: int, stream: int) -> None:
+        refused[:] = refused or [ptr]
+        if ptr in refused:
+            raise nx.DriverError("cuMemFreeAsync", 1, "CUDA_ERROR_INVALID_VALUE", "invalid argument")
+        free(ptr, stream)
+
+    driver.mem_free_async = refuse_one  # type: ignore[method-assign]
+    first, second = rt.empty((1000,), nx.float32), rt.empty((3000,), nx.float32)
+    first.free()
+    second.free()
+    rt.synchronize()
+    with pytest.raises(nx.DriverError, match="cuMemFreeAsync"):
+        rt.alloc_raw(16)
+    rt.alloc_raw(16)
+    assert "cannot be released yet: cuMemFreeAsync failed" in caplog.text
+    assert rt.stats().deferred_bytes == 4096
+    rt.close()
