@@ -5,8 +5,7 @@
 //
 // allowed and accounts may be null: then every score is there, with the bias, or kMaskedScore.
 //
-// docs/dsa_exactness.md proves that the strict score of a key lies within [f - e, f + e], f being its
-// approximate score with the bias, and derives e. A row with more than top_k allowed keys is decided so:
+// A row with more than top_k allowed keys is decided so, f, e and the band being what common/dsa_select.cuh says:
 //
 //   1. A histogram finds a bin that holds the k-th greatest f. How far its bins reach is a guess from a sample.
 //   2. With the greatest e of the row, the edges of that bin bound the k-th greatest strict score, and two thresholds
@@ -16,58 +15,24 @@
 //      by key, a large one goes through a radix select.
 //   4. Winners are emitted in ascending order.
 //
-// A row with irregular numbers, for which no e can be given, has all its keys in the band: the same steps
-// then are the strict algorithm. A cluster of kCluster blocks takes a row, each block a part of its keys
-// that fits its shared memory. No position depends on the order in which threads arrive.
+// A cluster of kCluster blocks takes a row, each block a part of its keys that fits its shared memory.
 #include "common/async_copy.cuh"
 #include "common/block_scan.cuh"
 #include "common/cluster.cuh"
-#include "common/dsa_layout.cuh"
-#include "common/element.cuh"
+#include "common/dsa_select.cuh"
 #include "common/mbarrier.cuh"
-#include "common/strict_score.cuh"
 #include "common/tma.cuh"
-#include "common/total_order.cuh"
 
-constexpr int kHeads = HEADS;
-constexpr int kHeadDim = HEAD_DIM;
 constexpr int kCluster = CLUSTER;
-constexpr int kThreads = THREADS;
-constexpr int kWarps = kThreads / kWarpSize;
 // From sm_100 on the compiler needs more registers for what is in flight.
 constexpr int kBlocksPerSm = kThreads > 256 ? 1 : sizeof(Element) == 4 || __CUDA_ARCH__ >= 1000 ? 2 : 3;
-static_assert(kHeads % 32 == 0 && kHeadDim % 64 == 0 && kHeadDim <= 256, "what a warp scores at a time");
 
-constexpr int kDigitBits = 12;
-constexpr int kBins = 1 << kDigitBits;
-constexpr int kGroups = kWarpSize;  // of bins, one a lane
-constexpr int kGroupBins = kBins / kGroups;
-constexpr int kLaneBins = kGroupBins / kWarpSize;
-static_assert(kGroups % kWarps == 0, "each warp sums as many groups");
-static_assert(kLaneBins == 4 && kBins % (4 * kThreads) == 0, "bins are read and cleared four at a time");
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
-// A bin with more keys is split, up to kMaxSplits times: scores may crowd beside a few far ones. So is one of the two
-// that are open, as the sample may have missed the far ones.
-constexpr unsigned int kCrowdedBin = 48;
+// How often a crowded bin is split at most. So is one of the two that are open, as the sample may have missed the far
+// ones.
 constexpr int kMaxSplits = 5;
 
 // Where the row's greatest e leaves open more keys, each key's own is looked at.
 constexpr unsigned int kWideBand = 96;
-
-// Band keys scored by a warp at once, at most. With the heads of a lane they are the sums in flight.
-constexpr int kKeys = 4;
-constexpr int kLaneHeads = kHeads / 32;
-constexpr int kListed = 1024;
-
-// Up to so many band keys are ranked one against all; a radix select ranks more.
-constexpr int kRanked = kThreads;
-
-// Elements of an access. Rows of 16 bytes more than a multiple of 128: eight lanes read eight different groups of
-// banks.
-constexpr int kAccess = 16 / sizeof(Element);
-constexpr int kQueryPitch = kHeadDim + kAccess;
 
 struct Counts {
     unsigned int in, band;                // keys of the cluster
@@ -78,8 +43,7 @@ struct Smem {
     alignas(16) Element query[kHeads][kQueryPitch];
     union {
         alignas(16) unsigned int histogram[kBins];
-        // Four keys as f32, and then the terms of their head sums.
-        alignas(16) float staged[kWarps][kKeys * (kHeadDim > kHeads ? kHeadDim : kHeads + 4)];
+        alignas(16) float staged[kWarps][kStaged];
     };
     float weights[kHeads];
     unsigned int groups[kCluster][kGroups];
@@ -107,32 +71,7 @@ struct Row {
     unsigned int n_words;
 };
 
-// Reductions over the cluster: of each of the first kMaxima values the greatest, of each other one the sum. A barrier
-// of the block belongs before reduce_block(), one of the cluster before reduce_cluster(); the caller's work may share
-// them. Turns alternate between two buffers, so that whoever comes next does not overwrite what others still read.
-template <int kMaxima, int kCount>
-__device__ __forceinline__ void reduce_warp(Smem& smem, unsigned int (&values)[kCount], unsigned int& turn) {
-    static_assert(kCount <= 4, "what the scratch holds");
-    turn ^= 1;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, values[i]) : __reduce_add_sync(kFullWarp, values[i]);
-        if (threadIdx.x % kWarpSize == 0) smem.warp_values[turn][i][threadIdx.x / kWarpSize] = values[i];
-    }
-}
-
-// The block's, known to all of its threads.
-template <int kMaxima, int kCount>
-__device__ __forceinline__ void reduce_block(Smem& smem, unsigned int (&values)[kCount], unsigned int turn) {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const unsigned int value = lane < kWarps ? smem.warp_values[turn][i][lane] : 0;
-        values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, value) : __reduce_add_sync(kFullWarp, value);
-    }
-}
-
-// Tell all blocks what the threads of this one know.
+// Tell all blocks what the threads of this one know; a barrier of the cluster belongs between it and reduce_cluster().
 template <int kCount>
 __device__ __forceinline__ void share_values(Smem& smem, const unsigned int (&values)[kCount], unsigned int turn) {
     if (kCluster > 1 && threadIdx.x < kCluster) {
@@ -202,114 +141,12 @@ __device__ __forceinline__ void load_row(Smem& smem, const Row& row, const Eleme
     copy_async_commit();
 }
 
-template <bool kExactProduct, int kCount>
-__device__ __forceinline__ void dot_keys(
-    float (&dots)[kLaneHeads][kCount], const Smem& smem, const float* staged) {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll(sizeof(Element) / (kCount == 1 ? 1 : 2))
-    for (int d = 0; d < kHeadDim; d += kAccess) {
-        float q[kLaneHeads][kAccess];
-#pragma unroll
-        for (int h = 0; h < kLaneHeads; ++h) load_f32(&smem.query[h * 32 + lane][d], q[h]);
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            alignas(16) float k[kAccess];
-#pragma unroll
-            for (int i = 0; i < kAccess; i += 4) {
-                *reinterpret_cast<float4*>(&k[i]) = *reinterpret_cast<const float4*>(&staged[j * kHeadDim + d + i]);
-            }
-#pragma unroll
-            for (int i = 0; i < kAccess; ++i) {
-#pragma unroll
-                for (int h = 0; h < kLaneHeads; ++h) dots[h][j] = add_product<kExactProduct>(dots[h][j], q[h][i], k[i]);
-            }
-        }
-    }
-}
-
-// The strict scores of up to kCount keys of this block, by one warp; as total order keys into values.
-template <int kCount>
-__device__ __forceinline__ void score_keys(
-    Smem& smem, const Row& row, bool fuses, float scale, const unsigned short* listed, int n, unsigned int* values) {
-    constexpr int kWidth = kHeadDim / kWarpSize;
-    const int lane = threadIdx.x % kWarpSize;
-    float* staged = smem.staged[threadIdx.x / kWarpSize];
-    ExactRange range;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-        const unsigned int t = listed[min(j, n - 1)];
-        float k[kWidth];
-        load_f32(row.keys + 1ull * t * kHeadDim + lane * kWidth, k);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-            range.add(k[i]);
-            staged[j * kHeadDim + lane * kWidth + i] = k[i];
-        }
-    }
-    __syncwarp();
-    const bool exact = kExactProducts<Element> == ExactProducts::kAlways ||
-                       (kExactProducts<Element> == ExactProducts::kInRange && fuses && range.holds());
-    float dots[kLaneHeads][kCount] = {};
-    if (__all_sync(kFullWarp, exact)) {
-        dot_keys<true>(dots, smem, staged);
-    } else {
-        dot_keys<false>(dots, smem, staged);
-    }
-    __syncwarp();
-    // One key's terms lie kHeads + 1 apart from the next one's: four lanes read four banks.
-#pragma unroll
-    for (int h = 0; h < kLaneHeads; ++h) {
-        const float weight = smem.weights[h * 32 + lane];
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            staged[j * (kHeads + 1) + h * 32 + lane] = head_term(dots[h][j], weight, scale);
-        }
-    }
-    __syncwarp();
-    if (lane < n) {
-        const unsigned int t = listed[lane];
-        const float bias = row.bias == nullptr ? 0.0f : row.bias[t];
-        float sum = 0.0f;
-#pragma unroll 16
-        for (int h = 0; h < kHeads; ++h) sum = __fadd_rn(sum, staged[lane * (kHeads + 1) + h]);
-        values[t] = total_order_key(finish_score(sum, bias));
-    }
-    __syncwarp();
-}
-
 // The strict scores of n listed keys, kCount to a warp at a time.
 template <int kCount>
 __device__ __forceinline__ void score_listed(
     Smem& smem, const Row& row, bool fuses, float scale, unsigned int n, unsigned int* values) {
     for (unsigned int i = threadIdx.x / kWarpSize * kCount; i < n; i += kWarps * kCount) {
         score_keys<kCount>(smem, row, fuses, scale, &smem.listed[i], min(n - i, kCount), values);
-    }
-}
-
-// Neighbouring words that a warp takes at once.
-constexpr int kWords = 4;
-
-// Calls use(index of the first word, kWords words, kWords values of this lane) for groups with a key; a lane's keys
-// are its bits of the words.
-template <typename Use>
-__device__ __forceinline__ void for_each_group(
-    const unsigned int* words, const float* values, unsigned int n_words, Use use) {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll 1
-    for (unsigned int w = threadIdx.x / kWarpSize * kWords; w < n_words; w += kWords * kWarps) {
-        alignas(16) unsigned int group[kWords];
-        *reinterpret_cast<uint4*>(group) = *reinterpret_cast<const uint4*>(&words[w]);
-        if ((group[0] | group[1] | group[2] | group[3]) == 0) continue;
-        float own[kWords];
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) own[i] = values[(w + i) * 32 + lane];
-        use(w, group, own);
-    }
-}
-
-__device__ __forceinline__ void store_words(unsigned int* words, const unsigned int (&group)[kWords]) {
-    if (threadIdx.x % kWarpSize == 0) {
-        *reinterpret_cast<uint4*>(words) = make_uint4(group[0], group[1], group[2], group[3]);
     }
 }
 
@@ -329,40 +166,6 @@ __device__ __forceinline__ void add_bias(const Row& row, float* values) {
             values[(w + i) * 32 + lane] = __fadd_rn(values[(w + i) * 32 + lane], bias[i]);
         }
     }
-}
-
-struct Bin {
-    unsigned int index;
-    unsigned int above;  // keys in higher bins
-    unsigned int count;
-};
-
-__device__ __forceinline__ void clear_histogram(Smem& smem) {
-#pragma unroll
-    for (int bin = 0; bin < kBins; bin += kThreads * 4) {
-        *reinterpret_cast<uint4*>(&smem.histogram[bin + threadIdx.x * 4]) = make_uint4(0, 0, 0, 0);
-    }
-}
-
-// The same once all blocks have read it, for all of this one.
-__device__ __forceinline__ void renew_histogram(Smem& smem) {
-    cluster_sync<kCluster>();
-    clear_histogram(smem);
-    __syncthreads();
-}
-
-// The lane whose own value holds the rank-th unit (from 1), counted from the highest lane down.
-__device__ __forceinline__ int find_lane(unsigned int own, unsigned int rank, unsigned int& above) {
-    unsigned int inclusive = own;
-#pragma unroll
-    for (int step = 1; step < kWarpSize; step *= 2) {
-        const unsigned int higher = __shfl_down_sync(kFullWarp, inclusive, step);
-        if (threadIdx.x % kWarpSize + step < kWarpSize) inclusive += higher;
-    }
-    const unsigned int lanes = __ballot_sync(kFullWarp, inclusive - own < rank && rank <= inclusive);
-    const int lane = __ffs(lanes) - 1;
-    above = __shfl_sync(kFullWarp, inclusive - own, lane);
-    return lane;
 }
 
 // Tell all blocks what locate_bin() reads beside the bins, after a barrier of the cluster.
@@ -397,22 +200,7 @@ __device__ __forceinline__ Bin locate_bin(Smem& smem, unsigned int rank) {
             counts[2] += others.z;
             counts[3] += others.w;
         }
-        unsigned int above_lane;
-        const int found = find_lane(counts[0] + counts[1] + counts[2] + counts[3], rank - above, above_lane);
-        if (lane == found) {
-            above += above_lane;
-            int j = kLaneBins - 1;
-#pragma unroll
-            for (int i = kLaneBins - 1; i > 0; --i) {
-                if (j == i && above + counts[i] < rank) {
-                    above += counts[i];
-                    --j;
-                }
-            }
-            smem.bin[0] = group * kGroupBins + lane * kLaneBins + j;
-            smem.bin[1] = above;
-            smem.bin[2] = j == 0 ? counts[0] : j == 1 ? counts[1] : j == 2 ? counts[2] : counts[3];
-        }
+        search_group(smem, group, counts, rank, above);
     }
     __syncthreads();
     return {smem.bin[0], smem.bin[1], smem.bin[2]};
@@ -426,25 +214,10 @@ __device__ __forceinline__ Bin find_bin(Smem& smem, unsigned int rank) {
     return locate_bin(smem, rank);
 }
 
-struct Range {
-    float lower, upper;
-};
-
-// Bins of equal width over [low, high], numbered from 1 to kBins - 2; bin 0 and kBins - 1 are open, and take what lies
-// farther out. The number of a bin is found on top of 2^23: as the floats there are the integers, the last operation
-// rounds. It is monotone whatever rounds, so that the keys of a bin are an interval of f.
-struct Bins {
-    static constexpr float kZero = 0x1p23f;
-    float low, per_unit;
-
+struct Bins : BinScale {
     // Whatever low and high are, no difference of finite numbers times per_unit is a NaN.
     __device__ __forceinline__ Bins(float low, float high)
-        : low(low), per_unit(fminf(fmaxf(__fdiv_rn(kBins - 3, __fsub_rn(high, low)), 0x1p-118f), 0x1p127f)) {}
-
-    __device__ __forceinline__ unsigned int bin(float x) const {
-        const float place = __fmaf_rn(__fsub_rn(x, low), per_unit, kZero + 1.0f);
-        return __float_as_uint(fminf(fmaxf(place, kZero), kZero + (kBins - 1))) - __float_as_uint(kZero);
-    }
+        : BinScale{low, fminf(fmaxf(__fdiv_rn(kBins - 3, __fsub_rn(high, low)), 0x1p-118f), 0x1p127f)} {}
 
     __device__ static __forceinline__ bool is_open(unsigned int bin) { return bin == 0 || bin == kBins - 1; }
 
@@ -460,12 +233,6 @@ struct Bins {
 
 __device__ __forceinline__ float get(float4 values, int i) {
     return i == 0 ? values.x : i == 1 ? values.y : i == 2 ? values.z : values.w;
-}
-
-// What the strict score of a key is within. per_score is 2 u where there is a bias to add.
-__device__ __forceinline__ Range score_range(float per_score, float error, float score) {
-    const float e = __fmaf_ru(per_score, fabsf(score), error);
-    return {__fsub_rd(score, e), __fadd_ru(score, e)};
 }
 
 // Below the lower f a key is out, above the upper one it is in, if no key of the row has a greater error and the
@@ -487,7 +254,7 @@ __device__ __forceinline__ Range bracket_last_winner(
     for (int split = 0; split < kMaxSplits && (bin.count > kCrowdedBin || Bins::is_open(bin.index)); ++split) {
         float low = infinity();
         float high = -infinity();
-        for_each_group(smem.in, values, n_words, [&](unsigned int, const auto& group, const auto& f) {
+        for_each_key(smem.in, values, n_words, [&](unsigned int, const auto& group, const auto& f) {
 #pragma unroll
             for (int i = 0; i < kWords; ++i) {
                 if ((group[i] >> lane & 1) != 0 && bins.bin(f[i]) == bin.index) {
@@ -502,8 +269,8 @@ __device__ __forceinline__ Range bracket_last_winner(
         high = from_total_order_key(extremes[1]);
         if (low == high) return {low, high};
         bins = Bins(low, high);
-        renew_histogram(smem);
-        for_each_group(smem.in, values, n_words, [&](unsigned int, const auto& group, const auto& f) {
+        renew_histogram<kCluster>(smem);
+        for_each_key(smem.in, values, n_words, [&](unsigned int, const auto& group, const auto& f) {
 #pragma unroll
             for (int i = 0; i < kWords; ++i) {
                 if ((group[i] >> lane & 1) != 0) atomicAdd(&smem.histogram[bins.bin(f[i])], 1);
@@ -520,7 +287,7 @@ __device__ __forceinline__ void narrow_band(
     const int lane = threadIdx.x % kWarpSize;
     float upper = -infinity();
     float lower = infinity();
-    for_each_group(smem.band, values, n_words, [&](unsigned int w, const auto& group, const auto& f) {
+    for_each_key(smem.band, values, n_words, [&](unsigned int w, const auto& group, const auto& f) {
         const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
@@ -534,11 +301,11 @@ __device__ __forceinline__ void narrow_band(
     reduce_max(smem, extremes, turn);
     upper = from_total_order_key(extremes[0]);
     lower = from_total_order_key(~extremes[1]);
-    for_each_group(smem.band, values, n_words, [&](unsigned int w, const auto& group, const auto& f) {
+    for_each_key(smem.band, values, n_words, [&](unsigned int w, const auto& group, const auto& f) {
         const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
         alignas(16) unsigned int in[kWords];
         unsigned int band[kWords];
-        *reinterpret_cast<uint4*>(in) = *reinterpret_cast<const uint4*>(&smem.in[w]);
+        load_words(in, &smem.in[w]);
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
             const Range range = score_range(per_score, get(errors, i), f[i]);
@@ -600,18 +367,13 @@ __device__ __forceinline__ unsigned int count_keys(Smem& smem, unsigned int& n_b
     return own & 0xffff;
 }
 
-struct Winners {
-    unsigned int key;   // band keys above it win,
-    unsigned int ties;  // and the first of those equal to it
-};
-
 // The exact rank-th greatest key of the band.
 __device__ __forceinline__ Winners select_band(Smem& smem, const unsigned int* values, unsigned int rank) {
     unsigned int prefix = 0;
     for (int shift = 32; shift > 0;) {
         const int bits = min(kDigitBits, shift);
         shift -= bits;
-        renew_histogram(smem);
+        renew_histogram<kCluster>(smem);
         for (unsigned int band = smem.band[threadIdx.x]; band != 0; band &= band - 1) {
             const unsigned int key = values[threadIdx.x * 32 + __ffs(band) - 1];
             // Shifted twice, because shift + bits may be 32.
@@ -659,13 +421,6 @@ __device__ __forceinline__ unsigned int rank_band(
         }
     }
     return __syncthreads_count(wins && own < before);
-}
-
-// The lowest n bits set in word.
-__device__ __forceinline__ unsigned int lowest_bits(unsigned int word, unsigned int n) {
-    unsigned int rest = word;
-    for (; n > 0 && rest != 0; --n) rest &= rest - 1;
-    return word ^ rest;
 }
 
 // f of an allowed key, of another part of the row for each thread of a block and the same in all blocks of the cluster;
@@ -822,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                     edges = bracket_last_winner(smem, bins, values, row.n_words, top_k, turn);
                     decided = thresholds(edges, per_score, __uint_as_float(summary[0]));
                 }
-                for_each_group(smem.in, values, row.n_words, [&](unsigned int w, const auto& group, const auto& f) {
+                for_each_key(smem.in, values, row.n_words, [&](unsigned int w, const auto& group, const auto& f) {
                     unsigned int in[kWords];
                     bool is_open[kWords];
                     bool is_any_open = false;

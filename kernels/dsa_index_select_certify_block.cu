@@ -7,8 +7,7 @@
 //
 // allowed and accounts may be null: then every score is there, with the bias, or kMaskedScore.
 //
-// docs/dsa_exactness.md proves that the strict score of a key lies within [f - e, f + e], f being its
-// approximate score with the bias, and derives e. A row with more than top_k allowed keys is decided so:
+// A row with more than top_k allowed keys is decided so, f, e and the band being what common/dsa_select.cuh says:
 //
 //   1. A histogram finds a bin that holds the k-th greatest f.
 //   2. upper = the greatest f + e of the keys in or below that bin, lower = the least f - e of those in or
@@ -18,48 +17,20 @@
 //      by key, a large one goes through a radix select.
 //   4. Winners are emitted in ascending order.
 //
-// A row with irregular numbers, for which no e can be given, has all its keys in the band: the same steps
-// then are the strict algorithm.
-//
 // A thread keeps account of kThreadWords words of 32 keys. With one, the scores of a row are brought to shared memory;
-// with more they stay in the workspace, where the strict keys of the band replace them. No position depends on the
-// order in which threads arrive.
+// with more they stay in the workspace, where the strict keys of the band replace them.
 #include "common/async_copy.cuh"
 #include "common/block_scan.cuh"
-#include "common/dsa_layout.cuh"
-#include "common/element.cuh"
+#include "common/dsa_select.cuh"
 #include "common/ptx.cuh"
-#include "common/strict_score.cuh"
-#include "common/total_order.cuh"
 
-constexpr int kHeads = HEADS;
-constexpr int kHeadDim = HEAD_DIM;
-constexpr int kThreads = THREADS;
-constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kThreadWords = THREAD_WORDS;
 constexpr int kMaxWords = kThreads * kThreadWords;
 constexpr bool kRowInShared = kThreadWords == 1;
 constexpr int kBlocksPerSm = kRowInShared ? 2 : 1;
-static_assert(kHeads % 32 == 0 && kHeadDim % 64 == 0 && kHeadDim <= 256, "what a warp scores at a time");
 static_assert(kThreads >= 256, "a warp scans the groups of the histogram");
 
-constexpr int kDigitBits = 12;
-constexpr int kBins = 1 << kDigitBits;
-constexpr int kGroups = kWarpSize;  // of bins, one a lane
-constexpr int kGroupBins = kBins / kGroups;
-constexpr int kLaneBins = kGroupBins / kWarpSize;
-static_assert(kLaneBins == 4 && kBins % (4 * kThreads) == 0, "bins are read and cleared four at a time");
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
-// A bin with more keys is split again, up to kMaxSplits times: scores may crowd beside a few far ones.
-constexpr unsigned int kCrowdedBin = 48;
-constexpr int kMaxSplits = 4;
-
-// Band keys scored by a warp at once. With the heads of a lane they are the sums in flight.
-constexpr int kKeys = 4;
-constexpr int kLaneHeads = kHeads / 32;
-constexpr int kListed = 1024;
+constexpr int kMaxSplits = 4;  // of a crowded bin
 
 // A position in a row.
 template <bool kIsShort>
@@ -74,21 +45,12 @@ using Listed = PositionOf<kRowInShared>::Type;
 
 constexpr int kScoringWarps = kRowInShared ? kWarps : 8;  // have shared memory to do it in
 
-// Up to so many band keys are ranked one against all; a radix select ranks more.
-constexpr int kRanked = kThreads;
-
-// Elements of an access. Rows of 16 bytes more than a multiple of 128: eight lanes read eight different groups of
-// banks.
-constexpr int kAccess = 16 / sizeof(Element);
-constexpr int kQueryPitch = kHeadDim + kAccess;
-
 struct Smem {
     alignas(16) Element query[kHeads][kQueryPitch];
     union {
         alignas(16) unsigned int histogram[kBins];
         unsigned int ranked[kRanked];  // strict keys of the band, by position
-        // Four keys as f32, and then the terms of their head sums.
-        alignas(16) float staged[kScoringWarps][kKeys * (kHeadDim > kHeads ? kHeadDim : kHeads + 4)];
+        alignas(16) float staged[kScoringWarps][kStaged];
     };
     float weights[kHeads];
     unsigned int groups[kGroups];
@@ -137,23 +99,12 @@ __device__ __forceinline__ unsigned int count_own(const unsigned int* words) {
     return count;
 }
 
-// Over the block, known to all threads: the greatest of each value. Turns alternate between two buffers, so that
-// whoever comes next does not overwrite what others still read.
+// Over the block, known to all threads: the greatest of each value.
 template <int kCount>
 __device__ __forceinline__ void reduce_max(Smem& smem, unsigned int (&values)[kCount], unsigned int& turn) {
-    static_assert(kCount <= 3, "what the scratch holds");
-    const int lane = threadIdx.x % kWarpSize;
-    turn ^= 1;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const unsigned int greatest = __reduce_max_sync(kFullWarp, values[i]);
-        if (lane == 0) smem.warp_values[turn][i][threadIdx.x / kWarpSize] = greatest;
-    }
+    reduce_warp<kCount>(smem, values, turn);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        values[i] = __reduce_max_sync(kFullWarp, lane < kWarps ? smem.warp_values[turn][i][lane] : 0);
-    }
+    reduce_block<kCount>(smem, values, turn);
 }
 
 // Begin to bring the row's query to shared memory, and its scores if they go there.
@@ -171,85 +122,8 @@ __device__ __forceinline__ void copy_row(Smem& smem, const Row& row, float* valu
     copy_async_commit();
 }
 
-template <bool kExactProduct>
-__device__ __forceinline__ void dot_keys(
-    float (&dots)[kLaneHeads][kKeys], const Smem& smem, const float* staged) {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll(sizeof(Element) / 2)
-    for (int d = 0; d < kHeadDim; d += kAccess) {
-        float q[kLaneHeads][kAccess];
-#pragma unroll
-        for (int h = 0; h < kLaneHeads; ++h) load_f32(&smem.query[h * 32 + lane][d], q[h]);
-#pragma unroll
-        for (int j = 0; j < kKeys; ++j) {
-            alignas(16) float k[kAccess];
-#pragma unroll
-            for (int i = 0; i < kAccess; i += 4) {
-                *reinterpret_cast<float4*>(&k[i]) = *reinterpret_cast<const float4*>(&staged[j * kHeadDim + d + i]);
-            }
-#pragma unroll
-            for (int i = 0; i < kAccess; ++i) {
-#pragma unroll
-                for (int h = 0; h < kLaneHeads; ++h) dots[h][j] = add_product<kExactProduct>(dots[h][j], q[h][i], k[i]);
-            }
-        }
-    }
-}
-
-// The strict scores of up to kKeys keys, by one warp; as total order keys into values.
-__device__ __forceinline__ void score_keys(
-    Smem& smem, const Row& row, bool fuses, float scale, const Listed* listed, int n, unsigned int* values) {
-    constexpr int kWidth = kHeadDim / kWarpSize;
-    const int lane = threadIdx.x % kWarpSize;
-    float* staged = smem.staged[threadIdx.x / kWarpSize];
-    ExactRange range;
-#pragma unroll
-    for (int j = 0; j < kKeys; ++j) {
-        const unsigned int t = listed[min(j, n - 1)];
-        float k[kWidth];
-        load_f32(row.keys + 1ull * t * kHeadDim + lane * kWidth, k);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-            range.add(k[i]);
-            staged[j * kHeadDim + lane * kWidth + i] = k[i];
-        }
-    }
-    __syncwarp();
-    const bool exact = kExactProducts<Element> == ExactProducts::kAlways ||
-                       (kExactProducts<Element> == ExactProducts::kInRange && fuses && range.holds());
-    float dots[kLaneHeads][kKeys] = {};
-    if (__all_sync(kFullWarp, exact)) {
-        dot_keys<true>(dots, smem, staged);
-    } else {
-        dot_keys<false>(dots, smem, staged);
-    }
-    __syncwarp();
-    // One key's terms lie kHeads + 1 apart from the next one's: four lanes read four banks.
-#pragma unroll
-    for (int h = 0; h < kLaneHeads; ++h) {
-        const float weight = smem.weights[h * 32 + lane];
-#pragma unroll
-        for (int j = 0; j < kKeys; ++j) staged[j * (kHeads + 1) + h * 32 + lane] = head_term(dots[h][j], weight, scale);
-    }
-    __syncwarp();
-    if (lane < n) {
-        const unsigned int t = listed[lane];
-        const float bias = row.bias == nullptr ? 0.0f : row.bias[t];
-        float sum = 0.0f;
-#pragma unroll 16
-        for (int h = 0; h < kHeads; ++h) sum = __fadd_rn(sum, staged[lane * (kHeads + 1) + h]);
-        values[t] = total_order_key(finish_score(sum, bias));
-    }
-    __syncwarp();
-}
-
-// Neighbouring words that a warp takes at once, and how many such groups have their scores on their way at once.
-constexpr int kWords = 4;
+// How many groups of words have their scores on their way at once.
 constexpr int kAhead = kRowInShared ? 1 : 4;
-
-__device__ __forceinline__ void load_words(unsigned int (&group)[kWords], const unsigned int* words) {
-    *reinterpret_cast<uint4*>(group) = *reinterpret_cast<const uint4*>(words);
-}
 
 // Calls use(index of the first word, kWords values of this lane) for all groups.
 template <typename Use>
@@ -270,12 +144,10 @@ __device__ __forceinline__ void for_each_group(const Row& row, const float* valu
     }
 }
 
-// Calls use(index of the first word, kWords words, kWords values of this lane) for groups with a key; a lane's keys
-// are its bits of the words.
+// The same for groups with a key, wherever the values are: use() is given the group's words as well.
 template <typename Use>
 __device__ __forceinline__ void for_each_key(
     const unsigned int* words, const Row& row, const float* values, Use use) {
-    const int lane = threadIdx.x % kWarpSize;
     if constexpr (kAhead > 1) {
         for_each_group(row, values, [&](unsigned int w, const auto& own) {
             alignas(16) unsigned int group[kWords];
@@ -283,16 +155,7 @@ __device__ __forceinline__ void for_each_key(
             if ((group[0] | group[1] | group[2] | group[3]) != 0) use(w, group, own);
         });
     } else {
-#pragma unroll 1
-        for (unsigned int w = threadIdx.x / kWarpSize * kWords; w < row.n_words; w += kWords * kWarps) {
-            alignas(16) unsigned int group[kWords];
-            load_words(group, &words[w]);
-            if ((group[0] | group[1] | group[2] | group[3]) == 0) continue;
-            float own[kWords];
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) own[i] = values[(w + i) * 32 + lane];
-            use(w, group, own);
-        }
+        for_each_key(words, values, row.n_words, use);
     }
 }
 
@@ -309,12 +172,6 @@ __device__ __forceinline__ void load_errors(float (&errors)[kWords], const Smem&
     }
 }
 
-__device__ __forceinline__ void store_words(unsigned int* words, const unsigned int (&group)[kWords]) {
-    if (threadIdx.x % kWarpSize == 0) {
-        *reinterpret_cast<uint4*>(words) = make_uint4(group[0], group[1], group[2], group[3]);
-    }
-}
-
 // Turn scores without bias into f.
 __device__ __forceinline__ void add_bias(const Row& row, float* values) {
     const int lane = threadIdx.x % kWarpSize;
@@ -328,40 +185,6 @@ __device__ __forceinline__ void add_bias(const Row& row, float* values) {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) store_value(row, values, (w + i) * 32 + lane, __fadd_rn(own[i], bias[i]));
     });
-}
-
-struct Bin {
-    unsigned int index;
-    unsigned int above;  // keys in higher bins
-    unsigned int count;
-};
-
-__device__ __forceinline__ void clear_histogram(Smem& smem) {
-#pragma unroll
-    for (int bin = 0; bin < kBins; bin += kThreads * 4) {
-        *reinterpret_cast<uint4*>(&smem.histogram[bin + threadIdx.x * 4]) = make_uint4(0, 0, 0, 0);
-    }
-}
-
-// The same once all threads have read it, for all of them.
-__device__ __forceinline__ void renew_histogram(Smem& smem) {
-    __syncthreads();
-    clear_histogram(smem);
-    __syncthreads();
-}
-
-// The lane whose own value holds the rank-th unit (from 1), counted from the highest lane down.
-__device__ __forceinline__ int find_lane(unsigned int own, unsigned int rank, unsigned int& above) {
-    unsigned int inclusive = own;
-#pragma unroll
-    for (int step = 1; step < kWarpSize; step *= 2) {
-        const unsigned int higher = __shfl_down_sync(kFullWarp, inclusive, step);
-        if (threadIdx.x % kWarpSize + step < kWarpSize) inclusive += higher;
-    }
-    const unsigned int lanes = __ballot_sync(kFullWarp, inclusive - own < rank && rank <= inclusive);
-    const int lane = __ffs(lanes) - 1;
-    above = __shfl_sync(kFullWarp, inclusive - own, lane);
-    return lane;
 }
 
 // The bin of the rank-th greatest counted key (rank from 1); there must be as many.
@@ -381,55 +204,16 @@ __device__ __forceinline__ Bin find_bin(Smem& smem, unsigned int rank) {
         alignas(16) unsigned int counts[kLaneBins];
         *reinterpret_cast<uint4*>(counts) =
             *reinterpret_cast<const uint4*>(&smem.histogram[group * kGroupBins + lane * kLaneBins]);
-        unsigned int above_lane;
-        const int found = find_lane(counts[0] + counts[1] + counts[2] + counts[3], rank - above, above_lane);
-        if (lane == found) {
-            above += above_lane;
-            int j = kLaneBins - 1;
-#pragma unroll
-            for (int i = kLaneBins - 1; i > 0; --i) {
-                if (j == i && above + counts[i] < rank) {
-                    above += counts[i];
-                    --j;
-                }
-            }
-            smem.bin[0] = group * kGroupBins + lane * kLaneBins + j;
-            smem.bin[1] = above;
-            smem.bin[2] = j == 0 ? counts[0] : j == 1 ? counts[1] : j == 2 ? counts[2] : counts[3];
-        }
+        search_group(smem, group, counts, rank, above);
     }
     __syncthreads();
     return {smem.bin[0], smem.bin[1], smem.bin[2]};
 }
 
-// Bins of equal width over [low, high], numbered from 1 to kBins - 2; bin 0 and kBins - 1 take what lies
-// farther out. place() is the number of the bin, unclamped, on top of 2^23: as the floats there are the
-// integers, its last operation rounds. It is monotone whatever rounds, which is all that it has to be.
-struct Bins {
-    static constexpr float kZero = 0x1p23f;
-    float low, per_unit;
-
+struct Bins : BinScale {
     __device__ __forceinline__ Bins(float low, float high)
-        : low(low), per_unit(fminf(__fdiv_rn(kBins - 3, __fsub_rn(high, low)), 0x1p127f)) {}
-
-    __device__ __forceinline__ float place(float x) const {
-        return __fmaf_rn(__fsub_rn(x, low), per_unit, kZero + 1.0f);
-    }
-
-    __device__ __forceinline__ unsigned int bin(float x) const {
-        return __float_as_uint(fminf(fmaxf(place(x), kZero), kZero + (kBins - 1))) - __float_as_uint(kZero);
-    }
+        : BinScale{low, fminf(__fdiv_rn(kBins - 3, __fsub_rn(high, low)), 0x1p127f)} {}
 };
-
-struct Range {
-    float lower, upper;  // e is within them
-};
-
-// per_score is 2 u where there is a bias to add.
-__device__ __forceinline__ Range score_range(float per_score, float word_error, float score) {
-    const float error = __fmaf_ru(per_score, fabsf(score), word_error);
-    return {__fsub_rd(score, error), __fadd_ru(score, error)};
-}
 
 // Between which strict scores the top_k-th greatest of the row lies, given the least and the greatest f. The histogram
 // is clear at first.
@@ -438,7 +222,7 @@ __device__ __forceinline__ Range bracket_last_winner(
     unsigned int& turn) {
     for (int split = 0;; ++split) {
         const Bins bins(low, high);
-        if (split > 0) renew_histogram(smem);
+        if (split > 0) renew_histogram<1>(smem);
         for_each_key(smem.in, row, values, [&](unsigned int, const auto&, const auto& f) {
 #pragma unroll
             for (int i = 0; i < kWords; ++i) atomicAdd(&smem.histogram[bins.bin(f[i])], 1);
@@ -508,17 +292,12 @@ __device__ __forceinline__ void score_band(
             const unsigned int warp = threadIdx.x / kWarpSize;
             const unsigned int end = warp < kScoringWarps ? listed : 0;
             for (unsigned int i = warp * kKeys; i < end; i += kScoringWarps * kKeys) {
-                score_keys(smem, row, fuses, scale, &smem.listed[i], min(listed - i, kKeys), strict_keys);
+                score_keys<kKeys>(smem, row, fuses, scale, &smem.listed[i], min(listed - i, kKeys), strict_keys);
             }
         }
         __syncthreads();
     }
 }
-
-struct Winners {
-    unsigned int key;   // band keys above it win,
-    unsigned int ties;  // and the first of those equal to it
-};
 
 // The exact rank-th greatest key of the band.
 __device__ __forceinline__ Winners select_band(Smem& smem, const unsigned int* values, unsigned int rank) {
@@ -526,7 +305,7 @@ __device__ __forceinline__ Winners select_band(Smem& smem, const unsigned int* v
     for (int shift = 32; shift > 0;) {
         const int bits = min(kDigitBits, shift);
         shift -= bits;
-        renew_histogram(smem);
+        renew_histogram<1>(smem);
         for_each_own_word([&](unsigned int w) {
             for (unsigned int band = smem.band[w]; band != 0; band &= band - 1) {
                 const unsigned int key = values[w * 32 + __ffs(band) - 1];
@@ -561,13 +340,6 @@ __device__ __forceinline__ void rank_band(
         if (better < wanted) atomicOr(&smem.in[t / 32], 1u << t % 32);
     }
     __syncthreads();
-}
-
-// The lowest n bits set in word.
-__device__ __forceinline__ unsigned int lowest_bits(unsigned int word, unsigned int n) {
-    unsigned int rest = word;
-    for (; n > 0 && rest != 0; --n) rest &= rest - 1;
-    return word ^ rest;
 }
 
 // Write the positions of one word's winners; a warp's work.
