@@ -51,8 +51,8 @@ static_assert(kThreads == kWarpgroup * (kConsumers + 1), "the consumers and a co
 
 // Registers a thread after they are dealt out. The block has those that it starts with: as many as 65536 allow a
 // thread, in eights.
-constexpr int kConsumerRegisters = kConsumers == 2 ? 200 : 144;
-constexpr int kConverterRegisters = kConsumers == 2 ? 104 : 80;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 144 : kPaddedDim > 96 ? 200 : 208;
+constexpr int kConverterRegisters = kConsumers == 3 ? 80 : kPaddedDim > 96 ? 104 : 88;
 static_assert(kConverterRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1),
               "they fit");
 

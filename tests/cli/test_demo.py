@@ -81,7 +81,7 @@ def test_demo_changes_the_contents_before_every_replay() -> None:
             id="an index is wrong",
         ),
         pytest.param(
-            "flash_attention_f16_sm90",
+            "flash_attention_f16_tc",
             "output",
             nx.float16,
             3,
