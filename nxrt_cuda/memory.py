@@ -84,7 +84,7 @@ class _Memory(ABC):
         fate: what becomes of it.
         ptr: the device address.
         nbytes: how many bytes may be addressed from there.
-        pins: names of the live graphs and exports that refer to the memory.
+        pins: names of the live graphs, engines and exports that refer to the memory.
     """
 
     __slots__ = ("__weakref__", "_held", "_memory", "nbytes", "pins", "ptr", "runtime", "usable_in")
@@ -116,7 +116,7 @@ class _Memory(ABC):
             self._memory.collect()
             if self.pins:
                 raise DeviceMemoryError(
-                    f"the {self._kind} at 0x{self.ptr:x} is referred to by {', '.join(self.pins)}; "
+                    f"the {self._kind} at 0x{self.ptr:x} is referred to by {', '.join(dict.fromkeys(self.pins))}; "
                     "let go of that before freeing it"
                 )
             # Asked again: another thread may have freed it while this one waited.

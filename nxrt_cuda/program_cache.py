@@ -73,7 +73,7 @@ class ProgramCache:
         """The cache that the environment asks for, or None where it asks for none or has no place for one."""
         if os.environ.get("NXRT_CUDA_CACHE") == "0":
             return None
-        directory = os.environ.get("NXRT_CUDA_CACHE_DIR")
+        directory = os.path.expanduser(os.environ.get("NXRT_CUDA_CACHE_DIR", ""))
         if not directory:
             base = os.environ.get("XDG_CACHE_HOME", "")
             if not os.path.isabs(base):  # the XDG rules say to ignore a relative one

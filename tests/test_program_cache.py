@@ -252,6 +252,8 @@ def test_the_directory_is_the_environments(clean: pytest.MonkeyPatch, tmp_path: 
     assert ProgramCache.from_environment().directory == tmp_path / "xdg/nxrt_cuda"
     clean.setenv("NXRT_CUDA_CACHE_DIR", str(tmp_path / "mine"))
     assert ProgramCache.from_environment().directory == tmp_path / "mine"
+    clean.setenv("NXRT_CUDA_CACHE_DIR", "~/mine")  # as a service manager or a container file leaves it
+    assert ProgramCache.from_environment().directory == tmp_path / "home/mine"
     assert not list(tmp_path.iterdir())  # asking makes nothing
 
 

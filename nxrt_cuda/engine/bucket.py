@@ -18,7 +18,7 @@ from nxrt_cuda.engine.wiring import Step, operator_name
 from nxrt_cuda.errors import NxrtError
 from nxrt_cuda.interop import is_device_array
 from nxrt_cuda.kernel import Kernel, create_kernel
-from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
+from nxrt_cuda.tensor import MemoryOwner, TensorMetadata, TensorMut, TensorView
 
 if TYPE_CHECKING:
     from nxrt_cuda.graph import CapturedGraph
@@ -69,6 +69,7 @@ class Bucket:
         self._executions: tuple[_Execution, ...] = ()
         self._graph: CapturedGraph | None = None
         self._calls: tuple[Callable[[], None], ...] = ()
+        self._pinned: list[MemoryOwner] = []
         # Whose outputs are refused once the next has begun; None where nobody asked for that.
         self._run: Run | None = Run() if debug else None
 
@@ -93,6 +94,7 @@ class Bucket:
             bucket._calls = tuple(bucket._record())
             if bucket._graph is not None and len(bucket._calls) == 1:
                 bucket._calls = (bucket._graph.replay,)  # which costs less than one segment by its number
+            bucket._pin()
         except BaseException:
             with suppress(NxrtError):  # what is raised already says what went wrong
                 bucket.close()
@@ -156,6 +158,8 @@ class Bucket:
         """Destroy the graph. The memory goes when nobody refers to it any more."""
         if self._graph is not None:
             self._graph.close()
+        while self._pinned:
+            self._pinned.pop().pins.remove(self.name)
 
     def report(self) -> BucketReport:
         return BucketReport(
@@ -205,6 +209,14 @@ class Bucket:
             for execution in executions:
                 execution()
         return self._graph
+
+    def _pin(self) -> None:
+        """Keep what runs outside the graph works on from being freed under it; the graph keeps what is its own."""
+        outside = (execution for execution in self._executions if execution.declined is not None)
+        views = (view for execution in outside for view in (*execution.inputs, *execution.outputs) if view is not None)
+        for owner in {id(view.owner): view.owner for view in views}.values():
+            owner.pins.append(self.name)
+            self._pinned.append(owner)
 
     def _operand(self, name: str) -> TensorView:
         return self._bound[name] if name in self._bound else self._tensors[name]

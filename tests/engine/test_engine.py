@@ -218,6 +218,25 @@ def test_a_bound_tensor_cannot_be_freed_under_the_engine(rt: nx.CudaRuntime) -> 
     weight.free()
 
 
+@pytest.mark.parametrize("declined", [["h"], ["h", "y"]], ids=["some kernels recorded", "none recorded"])
+def test_memory_of_kernels_that_are_not_recorded_cannot_be_freed_under_the_engine(
+    rt: nx.CudaRuntime, declined: list[str]
+) -> None:
+    """Neither the engine's own nor what is bound; once it is closed, both may go."""
+    weight = rt.from_array(X)
+    attributes = {name: {"decline": "no"} if name in declined else {} for name in "hy"}
+    nodes = [combine(["x", "w"], "h", **attributes["h"]), combine(["h"], "y", **attributes["y"])]
+    engine = simple_engine(rt, nodes, bound={"w": weight}, name="mine")
+    output = engine.run({"x": X})["y"]
+    for tensor in (weight, output):
+        with pytest.raises(nx.DeviceMemoryError, match="is referred to by mine; let go"):
+            tensor.free()
+    np.testing.assert_array_equal(engine.run({"x": X})["y"].numpy(), 0.75 * X)
+    engine.close()
+    for tensor in (weight, output):
+        tensor.free()
+
+
 def test_a_bound_array_is_uploaded_once(rt: nx.CudaRuntime) -> None:
     engine = simple_engine(rt, [combine(["x", "w"], "y")], bound={"w": 2 * X})
     for _ in range(3):
