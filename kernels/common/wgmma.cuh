@@ -80,7 +80,21 @@ struct Wgmma;
 #define WGMMA_REGISTERS_128 WGMMA_REGISTERS_96 ", " WGMMA_REGISTERS_16_48
 #define WGMMA_OUTPUTS_128(d) WGMMA_OUTPUTS_96(d), WGMMA_OUTPUTS_16(d, 48)
 
-// The operands behind the accumulator's are numbered from N / 2 on.
+// A from registers. The operands behind the accumulator's are numbered from N / 2 on.
+#define WGMMA_FROM_REGISTERS(NAME, B_IS_MN_MAJOR, TYPE, N, O0, O1, O2, O3, O4, O5)                               \
+    static __device__ __forceinline__ void NAME(                                                                 \
+        float (&d)[N / 2], const unsigned int* a, unsigned long long b, bool accumulate) {                       \
+        asm volatile(                                                                                            \
+            "{\n"                                                                                                \
+            ".reg .pred p;\n"                                                                                    \
+            "setp.ne.b32 p, " O5 ", 0;\n"                                                                        \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##N "}, {"      \
+            O0 ", " O1 ", " O2 ", " O3 "}, " O4 ", p, 1, 1, " B_IS_MN_MAJOR ";\n"                                \
+            "}"                                                                                                  \
+            : WGMMA_OUTPUTS_##N(d)                                                                               \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));            \
+    }
+
 #define WGMMA_WRAPPERS(T, TYPE, N, O0, O1, O2, O3, O4, O5)                                                       \
     template <>                                                                                                  \
     struct Wgmma<T, N> {                                                                                         \
@@ -96,30 +110,8 @@ struct Wgmma;
                 : WGMMA_OUTPUTS_##N(d)                                                                           \
                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                            \
         }                                                                                                        \
-        static __device__ __forceinline__ void rs(                                                               \
-            float (&d)[N / 2], const unsigned int* a, unsigned long long b, bool accumulate) {                   \
-            asm volatile(                                                                                        \
-                "{\n"                                                                                            \
-                ".reg .pred p;\n"                                                                                \
-                "setp.ne.b32 p, " O5 ", 0;\n"                                                                    \
-                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##N "}, {"  \
-                O0 ", " O1 ", " O2 ", " O3 "}, " O4 ", p, 1, 1, 1;\n"                                            \
-                "}"                                                                                              \
-                : WGMMA_OUTPUTS_##N(d)                                                                           \
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));        \
-        }                                                                                                        \
-        static __device__ __forceinline__ void rs_k_major(                                                       \
-            float (&d)[N / 2], const unsigned int* a, unsigned long long b, bool accumulate) {                   \
-            asm volatile(                                                                                        \
-                "{\n"                                                                                            \
-                ".reg .pred p;\n"                                                                                \
-                "setp.ne.b32 p, " O5 ", 0;\n"                                                                    \
-                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_REGISTERS_##N "}, {"  \
-                O0 ", " O1 ", " O2 ", " O3 "}, " O4 ", p, 1, 1, 0;\n"                                            \
-                "}"                                                                                              \
-                : WGMMA_OUTPUTS_##N(d)                                                                           \
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));        \
-        }                                                                                                        \
+        WGMMA_FROM_REGISTERS(rs, "1", TYPE, N, O0, O1, O2, O3, O4, O5)                                           \
+        WGMMA_FROM_REGISTERS(rs_k_major, "0", TYPE, N, O0, O1, O2, O3, O4, O5)                                   \
     }
 
 WGMMA_WRAPPERS(__half, "f16", 32, "%16", "%17", "%18", "%19", "%20", "%21");
