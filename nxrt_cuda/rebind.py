@@ -48,13 +48,11 @@ def rebind(
 class _Move:
     """One tensor in the place of another: the bytes of the old one, and how far they move."""
 
-    __slots__ = ("begin", "distance", "end", "new", "old")
+    __slots__ = ("distance", "new", "old")
 
     def __init__(self, old: TensorView, new: TensorView) -> None:
         self.old = old
         self.new = new
-        self.begin = old.ptr
-        self.end = old.ptr + old.metadata.span_bytes
         self.distance = new.ptr - old.ptr
 
     def place(self, view: TensorView) -> TensorView:
@@ -96,7 +94,7 @@ class _Update:
         for position, move in enumerate(moves):
             self._check_fit(move)
             for other in moves[:position]:
-                if move.begin < other.end and other.begin < move.end:
+                if _overlap(move.old, other.old):
                     raise self._refused(f"{other.old!r} and {move.old!r}, both to be replaced, overlap")
             for segment in self._segments:
                 for node in segment.owners.get(move.old.owner, ()):
@@ -129,7 +127,7 @@ class _Update:
         addresses = list(node.work.addresses)
         for index, address in enumerate(node.work.addresses):
             for move in change.moves:
-                if move.begin <= address < move.end:
+                if move.old.ptr <= address < move.old.end:
                     addresses[index] = moved = address + move.distance
                     self._check_alignment(node, move, address, moved)
                     used.add(move)
@@ -139,11 +137,10 @@ class _Update:
         return used
 
     def _place(self, node: Node, view: TensorView, moves: Iterable[_Move]) -> TensorView:
-        begin, end = view.ptr, view.ptr + view.metadata.span_bytes
         for move in moves:
-            if move.begin <= begin and end <= move.end and begin < move.end:
+            if move.old.ptr <= view.ptr < move.old.end and view.end <= move.old.end:
                 return move.place(view)
-            if begin < move.end and move.begin < end:
+            if _overlap(view, move.old):
                 raise self._refused(f"{node.label} uses {view!r}, of which {move.old!r} is a part; replace the whole")
         return view
 
@@ -297,4 +294,4 @@ class _Update:
 
 
 def _overlap(one: TensorView, other: TensorView) -> bool:
-    return one.ptr < other.ptr + other.metadata.span_bytes and other.ptr < one.ptr + one.metadata.span_bytes
+    return one.ptr < other.end and other.ptr < one.end

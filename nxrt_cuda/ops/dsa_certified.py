@@ -432,15 +432,7 @@ def uses_prepare(dims: Dims, chunk: Chunk, multiprocessors: int) -> bool:
 
 def split_spec(head_dim: int) -> KernelSpec:
     """Of the kernel that splits f32 vectors."""
-    return KernelSpec(
-        source="dsa_index_select_split.cu",
-        entry="dsa_index_select_split",
-        params=_SPLIT_PARAMS,
-        threads=_SPLIT_THREADS,
-        macros=_text({"HEAD_DIM": head_dim}),
-        contract=False,
-        changeable=(),
-    )
+    return _spec("split", _SPLIT_PARAMS, _SPLIT_THREADS, {"HEAD_DIM": head_dim})
 
 
 def split_config(spec: KernelSpec, dims: Dims, chunk: Chunk, multiprocessors: int, max_grid_x: int) -> LaunchConfig:
@@ -457,14 +449,7 @@ def prepare_spec(dtype: DataType, dims: Dims) -> KernelSpec:
 
 def _prepare_spec(tile_rows: int, block_keys: int) -> KernelSpec:
     macros = {"ELEMENT": float32.cuda, "TILE_ROWS": tile_rows, "BLOCK_KEYS": block_keys}
-    return KernelSpec(
-        source="dsa_index_select_prepare.cu",
-        entry="dsa_index_select_prepare",
-        params=_PREPARE_PARAMS,
-        threads=_PREPARE_THREADS,
-        macros=_text(macros),
-        changeable=(),
-    )
+    return _spec("prepare", _PREPARE_PARAMS, _PREPARE_THREADS, macros, contract=True)
 
 
 def prepare_config(spec: KernelSpec, dims: Dims, chunk: Chunk, max_grid_x: int) -> LaunchConfig:
@@ -508,15 +493,7 @@ def _mma_score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) ->
         "QUERY_STAGES": _MMA_STAGES[parts(dtype), head_dim],
         "SHARED_BYTES": _mma_shared_bytes(dtype, head_dim),
     }
-    return KernelSpec(
-        source="dsa_index_select_score_mma.cu",
-        entry="dsa_index_select_score_mma",
-        params=_MMA_SCORE_PARAMS,
-        threads=_MMA_THREADS,
-        macros=_text(macros),
-        contract=False,
-        changeable=(),
-    )
+    return _spec("score_mma", _MMA_SCORE_PARAMS, _MMA_THREADS, macros)
 
 
 def _score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) -> KernelSpec:
@@ -531,16 +508,7 @@ def _score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) -> Ker
         "QUERY_STAGES": query_stages,
         "SHARED_BYTES": _score_shared_bytes(dtype, columns, head_dim),
     }
-    return KernelSpec(
-        source="dsa_index_select_score_sm90.cu",
-        entry="dsa_index_select_score_sm90",
-        params=_SCORE_PARAMS,
-        threads=_SCORE_THREADS,
-        macros=_text(macros),
-        contract=False,
-        arch="sm_90a",
-        changeable=(),
-    )
+    return _spec("score_sm90", _SCORE_PARAMS, _SCORE_THREADS, macros, arch="sm_90a")
 
 
 def score_config(
@@ -600,14 +568,11 @@ def _certify_block_spec(dtype: DataType, heads: int, head_dim: int, thread_words
         "THREAD_WORDS": thread_words,
         "SHARED_BYTES": _certify_block_shared_bytes(dtype, heads, head_dim, thread_words),
     }
-    return KernelSpec(
-        source="dsa_index_select_certify_block.cu",
-        entry="dsa_index_select_certify_block",
-        params=tuple(param for param in _CERTIFY_PARAMS if param.name != "block_keys"),
-        threads=_BLOCK_THREADS[thread_words],
-        macros=_text(macros),
-        contract=False,
-        changeable=(),
+    return _spec(
+        "certify_block",
+        tuple(param for param in _CERTIFY_PARAMS if param.name != "block_keys"),
+        _BLOCK_THREADS[thread_words],
+        macros,
     )
 
 
@@ -620,16 +585,7 @@ def _certify_spec(dtype: DataType, heads: int, head_dim: int, cluster: int, thre
         "CLUSTER": cluster,
         "SHARED_BYTES": _certify_shared_bytes(dtype, heads, head_dim, cluster, threads),
     }
-    return KernelSpec(
-        source="dsa_index_select_certify.cu",
-        entry="dsa_index_select_certify",
-        params=_CERTIFY_PARAMS,
-        threads=threads,
-        macros=_text(macros),
-        contract=False,
-        arch=arch,
-        changeable=(),
-    )
+    return _spec("certify", _CERTIFY_PARAMS, threads, macros, arch=arch)
 
 
 def certify_config(spec: KernelSpec, dims: Dims, rows: int, max_grid_x: int) -> tuple[LaunchConfig, tuple[int, ...]]:
@@ -665,5 +621,23 @@ def certified_specs(able: Abilities) -> tuple[KernelSpec, ...]:
     )
 
 
-def _text(macros: dict[str, object]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, str(value)) for name, value in macros.items())
+def _spec(
+    name: str,
+    params: tuple[Param, ...],
+    threads: int,
+    macros: dict[str, object],
+    *,
+    contract: bool = False,
+    arch: str | None = None,
+) -> KernelSpec:
+    """Of the kernel dsa_index_select_``name``, in the file of that name; a graph may change none of its numbers."""
+    return KernelSpec(
+        source=f"dsa_index_select_{name}.cu",
+        entry=f"dsa_index_select_{name}",
+        params=params,
+        threads=threads,
+        macros=tuple((macro, str(value)) for macro, value in macros.items()),
+        contract=contract,
+        arch=arch,
+        changeable=(),
+    )
