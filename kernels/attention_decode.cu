@@ -1,17 +1,23 @@
-// Attention of a single query row per (batch, head): each key and value is read once, so the kernel
-// is a stream of memory, and needs neither tiles nor shared memory for them.
+// Attention of a single query row per (batch, head): a stream of keys and values, each read once.
 //
 //   q, output   [B, H, 1, D]
 //   key, value  [B, H/group, kv_capacity, D], of which the first sk rows of a plane are read
 //   mask        rows [1, sk] at b * mask_batch_stride + h * mask_head_stride, in elements
 //
-// A block owns one plane. Its warps take turns at runs of 32 keys and keep their own softmax state,
-// which is merged once at the end, in warp order. Within a warp a row of D elements is spread over
-// kRowLanes lanes, so that 32 / kRowLanes rows move at once; a lane owns the score of one key of the
-// run. Loads are unconditional, so that many are in flight; what they bring of a key that the row may
-// not see is thrown away, not multiplied by zero.
+// A cluster of CLUSTER blocks owns one plane of keys and values, and HEADS of the query heads that read it. Its warps
+// take turns at runs of 32 keys and keep their own softmax states, which are merged at the end, in the order of warps
+// and then of blocks; which keys a warp takes depends on the row's own range alone. Within a warp a row of D elements
+// is spread over kRowLanes lanes, so that kRowsAtOnce rows move at once, and a run is kRowLanes turns.
+//
+// Each lane copies what it will read itself, a run ahead, kBatch turns of keys or values at a time: nobody waits for
+// another thread. Beyond the range there are zeros. A key that the mask hides is multiplied too, but what comes out is
+// thrown away, and its value is not multiplied by zero.
+#include "common/async_copy.cuh"
 #include "common/attention.cuh"
+#include "common/cluster.cuh"
 
+constexpr int kHeads = HEADS;
+constexpr int kCluster = CLUSTER;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPacks = kHeadDim / kLoadWidth;
 
@@ -24,13 +30,39 @@ __host__ __device__ constexpr int row_lanes(int packs) {
 constexpr int kRowLanes = row_lanes(kPacks);
 constexpr int kRowsAtOnce = 32 / kRowLanes;
 constexpr int kAccesses = (kPacks + kRowLanes - 1) / kRowLanes;  // of a lane to one row
+constexpr int kBatch = kRowLanes < 4 ? kRowLanes : 4;            // turns that are copied and summed together
+constexpr int kBatches = kRowLanes / kBatch;                     // of a run
+constexpr int kPaddedDim = (kHeadDim + 3) / 4 * 4;
+
+using AccessPack = Pack<Element, kLoadWidth>;
+
+struct Batch {
+    AccessPack packs[kBatch][kAccesses][32];
+};
+
+struct Run {
+    Batch keys[kBatches];
+    Batch values[kBatches];
+};
+
+// Softmax states of kHeads rows: the sums of weights times values, those of weights, and what weights are relative to.
+struct States {
+    alignas(16) float numerators[kHeads][kPaddedDim];
+    alignas(16) float maxima[kHeads];
+    alignas(16) float denominators[kHeads];
+    alignas(16) unsigned int has_key[kHeads];
+};
 
 struct Smem {
-    float numerator[kWarps][kHeadDim];
-    float row_max[kWarps];
-    float row_sum[kWarps];
-    bool has_key[kWarps];
+    union {
+        Run run;
+        States states;
+    } warps[kWarps];
+    States block;
 };
+
+static_assert(kCluster == 1 || __CUDA_ARCH__ >= 900, "there are no clusters before Hopper");
+static_assert(sizeof(Smem) == SHARED_BYTES, "the host gives a block this much");
 
 __device__ __forceinline__ float max_over_warp(float value) {
 #pragma unroll
@@ -44,146 +76,291 @@ __device__ __forceinline__ float sum_over_warp(float value) {
     return value;
 }
 
-// A lane's part of a row: its accesses, with zeros where they lie beyond the row.
-struct RowPart {
-    float values[kAccesses][kLoadWidth];
+// A lane's part of a row, with zeros where its accesses lie beyond it.
+using RowPart = float[kAccesses][kLoadWidth];
 
-    __device__ void load(const Element* row, int lane) {
+// Sum each of the kBatch dots over the kRowLanes lanes of a row. Each step leaves a lane half of the dots until it has
+// one: that of turn lane % kRowLanes / kBatches of the batch, the same in kBatches lanes.
+__device__ __forceinline__ float sum_over_row(float (&dots)[kBatch]) {
+    int left = kBatch;
 #pragma unroll
-        for (int a = 0; a < kAccesses; ++a) {
-            const int pack = a * kRowLanes + lane % kRowLanes;
-            if (pack < kPacks) {
-                load_f32(row + pack * kLoadWidth, values[a]);
-            } else {
+    for (int step = kRowLanes / 2; step > 0; step /= 2) {
+        if (left > 1) {
+            left /= 2;
+            const bool upper = threadIdx.x & step;
 #pragma unroll
-                for (int i = 0; i < kLoadWidth; ++i) values[a][i] = 0.0f;
+            for (int i = 0; i < left; ++i) {
+                const float away = upper ? dots[i] : dots[i + left];
+                dots[i] = (upper ? dots[i + left] : dots[i]) + __shfl_xor_sync(kFullWarp, away, step);
             }
+        } else {
+            dots[0] += __shfl_xor_sync(kFullWarp, dots[0], step);
         }
     }
+    return dots[0];
+}
+
+// Start copying this lane's part of a batch of the run that begins with key `run`, as one group. plane is where this
+// lane's part of the plane begins.
+__device__ __forceinline__ void copy_batch(
+    Batch& target, const Element* plane, unsigned int run, int batch, unsigned int end) {
+    const unsigned int lane = threadIdx.x % 32;
+    const unsigned int first = run + batch * (kBatch * kRowsAtOnce);
+    const Element* source = plane + 1ull * first * kHeadDim;
+#pragma unroll
+    for (int turn = 0; turn < kBatch; ++turn) {
+        const bool is_there = first + turn * kRowsAtOnce + lane / kRowLanes < end;
+#pragma unroll
+        for (int a = 0; a < kAccesses; ++a) {
+            copy_async<sizeof(AccessPack)>(
+                shared_address(&target.packs[turn][a][lane]),
+                source + turn * kRowsAtOnce * kHeadDim + a * kRowLanes * kLoadWidth,
+                is_there && a * kRowLanes + lane % kRowLanes < kPacks);
+        }
+    }
+    copy_async_commit();
+}
+
+// Wait for the batch whose copy started first of those that have not been read. A run's batches are on their way.
+__device__ __forceinline__ void await_batch() { copy_async_wait<2 * kBatches - 1>(); }
+
+__device__ __forceinline__ void read_row(RowPart& values, const Batch& batch, int turn) {
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) load_f32(batch.packs[turn][a][threadIdx.x % 32].values, values[a]);
+}
+
+// Four neighbouring columns of one row's states, merged.
+struct Merged {
+    float numerators[4];
+    float denominator;
+    float row_max;
+    bool has_key;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
+// Merge kCount states in their order; states_of(i) is one of them.
+template <int kCount, typename StatesOf>
+__device__ __forceinline__ Merged merge(int head, int column, StatesOf states_of) {
+    Merged merged = {};
+    merged.row_max = negative_infinity();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        merged.row_max = fmaxf(merged.row_max, states_of(i).maxima[head]);
+        merged.has_key |= states_of(i).has_key[head];
+    }
+    const float origin = softmax_origin(merged.row_max);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const States& states = states_of(i);
+        const float rescale = expf(states.maxima[head] - origin);
+        const float4 numerators = *reinterpret_cast<const float4*>(&states.numerators[head][column]);
+        merged.denominator = fmaf(states.denominators[head], rescale, merged.denominator);
+        merged.numerators[0] = fmaf(numerators.x, rescale, merged.numerators[0]);
+        merged.numerators[1] = fmaf(numerators.y, rescale, merged.numerators[1]);
+        merged.numerators[2] = fmaf(numerators.z, rescale, merged.numerators[2]);
+        merged.numerators[3] = fmaf(numerators.w, rescale, merged.numerators[3]);
+    }
+    return merged;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) CLUSTER_ROW(kCluster) ENTRY(
     const Element* q, const Element* key, const Element* value, const Element* mask, const int* total_lengths,
     const int* past_lengths, Element* output, unsigned int* capture_error, int q_heads, int group, int sq, int sk,
     int kv_capacity, long long mask_batch_stride, long long mask_head_stride, int local_window, float scale,
     float softcap) {
-    __shared__ Smem smem;
+    extern __shared__ __align__(16) char shared_memory[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_memory);
 
-    const QueryTile<1> tile(q_heads, sq);
-    const Lengths lengths(total_lengths, past_lengths, tile.b, sq, sk, capture_error);
+    const unsigned int kv_heads = q_heads / group;
+    const unsigned int head_blocks = (group + kHeads - 1) / kHeads;
+    const unsigned int unit = blockIdx.x / kCluster;
+    const unsigned int kv_head = unit / head_blocks;  // of all batch elements
+    const unsigned int b = kv_head / kv_heads;
+    const unsigned int first_head = unit % head_blocks * kHeads;  // of the group
+    const unsigned int n_heads = min(group - first_head, kHeads);
+    // Query heads, and planes of queries; beyond the group the last one stands in.
+    const auto own_head = [&](int h) { return kv_head % kv_heads * group + first_head + min(h, n_heads - 1); };
+
+    const Lengths lengths(total_lengths, past_lengths, b, sq, sk, capture_error);
     const KeyRange range = lengths.range(0, local_window);
-    const long long kv_plane = static_cast<long long>(tile.plane / group) * kv_capacity * kHeadDim;
-    const Element* key_plane = key + kv_plane;
-    const Element* value_plane = value + kv_plane;
-    const long long q_plane = static_cast<long long>(tile.plane) * kHeadDim;
-    const Element* mask_row = mask + tile.b * mask_batch_stride + tile.h * mask_head_stride;
+    const unsigned int lane = threadIdx.x % 32;
+    const unsigned int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // as the compiler then knows, uniform
+    const unsigned int rank = cluster_rank<kCluster>();
+    const unsigned int first_run = range.begin + (rank * kWarps + warp) * 32;
+    constexpr unsigned int kRunStep = kCluster * kWarps * 32;
 
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const unsigned long long lane_plane =
+        (1ull * kv_head * kv_capacity + lane / kRowLanes) * kHeadDim + lane % kRowLanes * kLoadWidth;
+    const Element* const key_plane = key + lane_plane;
+    const Element* const value_plane = value + lane_plane;
+    Run& buffer = smem.warps[warp].run;
+#pragma unroll 1
+    for (int i = 0; i < kBatches; ++i) copy_batch(buffer.keys[i], key_plane, first_run, i, range.end);
+#pragma unroll 1
+    for (int i = 0; i < kBatches; ++i) copy_batch(buffer.values[i], value_plane, first_run, i, range.end);
 
-    // The end of a run may lie beyond the range; its lanes read the last key again.
-    const auto row_offset = [&](unsigned int k) { return static_cast<long long>(min(k, range.end - 1)) * kHeadDim; };
-
-    RowPart query;
-    query.load(q + q_plane, lane);
-
-    RowPart sums = {};
-    float row_max = negative_infinity();
-    float row_sum = 0.0f;  // of this lane's keys
-    bool has_key = false;
-
-    for (unsigned int first_key = range.begin + warp * 32; first_key < range.end; first_key += kWarps * 32) {
-        const unsigned int own_key = first_key + lane;
-        bool is_allowed = own_key < range.end;
-        float bias = 0.0f;
-        if (kHasMask && is_allowed) {
-            bias = to_f32(mask_row[own_key]);
-            is_allowed = bias != negative_infinity();
-        }
-        has_key |= __any_sync(kFullWarp, is_allowed);
-
-        float own_dot = 0.0f;
-#pragma unroll 8
-        for (int turn = 0; turn < kRowLanes; ++turn) {
-            RowPart row;
-            row.load(key_plane + row_offset(first_key + turn * kRowsAtOnce + lane / kRowLanes), lane);
-            float dot = 0.0f;
+    RowPart query[kHeads];
 #pragma unroll
-            for (int a = 0; a < kAccesses; ++a) {
-#pragma unroll
-                for (int i = 0; i < kLoadWidth; ++i) dot = fmaf(query.values[a][i], row.values[a][i], dot);
-            }
-#pragma unroll
-            for (int step = kRowLanes / 2; step > 0; step /= 2) dot += __shfl_xor_sync(kFullWarp, dot, step);
-            // Key turn * kRowsAtOnce + g was summed by lane group g, and belongs to the lane of its number.
-            dot = __shfl_sync(kFullWarp, dot, lane % kRowsAtOnce * kRowLanes);
-            if (lane / kRowsAtOnce == turn) own_dot = dot;
-        }
-
-        const float score = is_allowed ? attention_score(own_dot, scale, softcap, bias) : negative_infinity();
-        const float new_max = fmaxf(row_max, max_over_warp(score));
-        const float origin = softmax_origin(new_max);
-        const float rescale = expf(row_max - origin);
-        const float weight = is_allowed ? expf(score - origin) : kExcluded;
-        row_max = new_max;
-        row_sum = fmaf(row_sum, rescale, weight);
+    for (int h = 0; h < kHeads; ++h) {
+        const Element* row = q + 1ull * (b * q_heads + own_head(h)) * kHeadDim;
 #pragma unroll
         for (int a = 0; a < kAccesses; ++a) {
+            const unsigned int pack = a * kRowLanes + lane % kRowLanes;
+            if (pack < kPacks) {
+                load_f32(row + pack * kLoadWidth, query[h][a]);
+            } else {
 #pragma unroll
-            for (int i = 0; i < kLoadWidth; ++i) sums.values[a][i] *= rescale;
-        }
-
-#pragma unroll 8
-        for (int turn = 0; turn < kRowLanes; ++turn) {
-            const int run_key = turn * kRowsAtOnce + lane / kRowLanes;
-            RowPart row;
-            row.load(value_plane + row_offset(first_key + run_key), lane);
-            const float key_weight = __shfl_sync(kFullWarp, weight, run_key);
-            if (is_excluded(key_weight)) continue;
-#pragma unroll
-            for (int a = 0; a < kAccesses; ++a) {
-#pragma unroll
-                for (int i = 0; i < kLoadWidth; ++i) {
-                    sums.values[a][i] = fmaf(key_weight, row.values[a][i], sums.values[a][i]);
-                }
+                for (int i = 0; i < kLoadWidth; ++i) query[h][a][i] = 0.0f;
             }
         }
     }
 
-    row_sum = sum_over_warp(row_sum);
+    RowPart sums[kHeads] = {};
+    float row_max[kHeads];
+    float row_sum[kHeads] = {};  // of this lane's keys
+    bool has_key[kHeads] = {};
 #pragma unroll
-    for (int a = 0; a < kAccesses; ++a) {
-        const int pack = a * kRowLanes + lane;
+    for (int h = 0; h < kHeads; ++h) row_max[h] = negative_infinity();
+
+    // The key of a run whose dots end up in this lane.
+    const unsigned int own_turn = lane % kBatches * kBatch + lane % kRowLanes / kBatches;
+    const unsigned int own_key = own_turn * kRowsAtOnce + lane / kRowLanes;
+#pragma unroll 1
+    for (unsigned int run = first_run; run < range.end; run += kRunStep) {
+        const bool is_in_range = run + own_key < range.end;
+        float bias[kHeads];
+        bool is_allowed[kHeads];
 #pragma unroll
-        for (int i = 0; i < kLoadWidth; ++i) {
-            float sum = sums.values[a][i];
+        for (int h = 0; h < kHeads; ++h) {
+            bias[h] = 0.0f;
+            is_allowed[h] = is_in_range;
+            if (kHasMask && is_in_range) {
+                bias[h] = to_f32(mask[b * mask_batch_stride + own_head(h) * mask_head_stride + run + own_key]);
+                is_allowed[h] = bias[h] != negative_infinity();
+            }
+        }
+
+        float weights[kHeads];  // dots, until they become weights
+#pragma unroll 1
+        for (int batch = 0; batch < kBatches; ++batch) {
+            await_batch();
+            float dots[kHeads][kBatch];
 #pragma unroll
-            for (int step = kRowLanes; step < 32; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
-            if (lane < kRowLanes && pack < kPacks) smem.numerator[warp][pack * kLoadWidth + i] = sum;
+            for (int turn = 0; turn < kBatch; ++turn) {
+                RowPart row;
+                read_row(row, buffer.keys[batch], turn);
+#pragma unroll
+                for (int h = 0; h < kHeads; ++h) {
+                    float dot = 0.0f;
+#pragma unroll
+                    for (int a = 0; a < kAccesses; ++a) {
+#pragma unroll
+                        for (int i = 0; i < kLoadWidth; ++i) dot = fmaf(query[h][a][i], row[a][i], dot);
+                    }
+                    dots[h][turn] = dot;
+                }
+            }
+            copy_batch(buffer.keys[batch], key_plane, run + kRunStep, batch, range.end);
+#pragma unroll
+            for (int h = 0; h < kHeads; ++h) {
+                const float dot = sum_over_row(dots[h]);
+                if (lane % kBatches == batch) weights[h] = dot;
+            }
+        }
+
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+            has_key[h] |= __any_sync(kFullWarp, is_allowed[h]);
+            const float score =
+                is_allowed[h] ? attention_score(weights[h], scale, softcap, bias[h]) : negative_infinity();
+            const float new_max = fmaxf(row_max[h], max_over_warp(score));
+            const float origin = softmax_origin(new_max);
+            const float rescale = expf(row_max[h] - origin);
+            weights[h] = is_allowed[h] ? expf(score - origin) : kExcluded;
+            row_max[h] = new_max;
+            row_sum[h] = fmaf(row_sum[h], rescale, weights[h]);
+#pragma unroll
+            for (int a = 0; a < kAccesses; ++a) {
+#pragma unroll
+                for (int i = 0; i < kLoadWidth; ++i) sums[h][a][i] *= rescale;
+            }
+        }
+
+#pragma unroll 1
+        for (int batch = 0; batch < kBatches; ++batch) {
+            await_batch();
+#pragma unroll
+            for (int turn = 0; turn < kBatch; ++turn) {
+                RowPart row;
+                read_row(row, buffer.values[batch], turn);
+#pragma unroll
+                for (int h = 0; h < kHeads; ++h) {
+                    const float weight =
+                        __shfl_sync(kFullWarp, weights[h], lane / kRowLanes * kRowLanes + turn * kBatches + batch);
+                    if (kHasMask && is_excluded(weight)) continue;
+#pragma unroll
+                    for (int a = 0; a < kAccesses; ++a) {
+#pragma unroll
+                        for (int i = 0; i < kLoadWidth; ++i) sums[h][a][i] = fmaf(weight, row[a][i], sums[h][a][i]);
+                    }
+                }
+            }
+            copy_batch(buffer.values[batch], value_plane, run + kRunStep, batch, range.end);
         }
     }
-    if (lane == 0) {
-        smem.row_max[warp] = row_max;
-        smem.row_sum[warp] = row_sum;
-        smem.has_key[warp] = has_key;
+
+    // The warp's states take the place of what all of its lanes have read.
+    copy_async_wait<0>();
+    __syncwarp();
+    States& own = smem.warps[warp].states;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+        const float denominator = sum_over_warp(row_sum[h]);
+        if (lane == 0) {
+            own.maxima[h] = row_max[h];
+            own.denominators[h] = denominator;
+            own.has_key[h] = has_key[h];
+        }
+#pragma unroll
+        for (int a = 0; a < kAccesses; ++a) {
+            const unsigned int pack = a * kRowLanes + lane;
+#pragma unroll
+            for (int i = 0; i < kLoadWidth; ++i) {
+                float sum = sums[h][a][i];
+#pragma unroll
+                for (int step = kRowLanes; step < 32; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
+                if (lane < kRowLanes && pack < kPacks) own.numerators[h][pack * kLoadWidth + i] = sum;
+            }
+        }
     }
     __syncthreads();
 
-    float block_max = negative_infinity();
-    bool block_has_key = false;
-    for (int w = 0; w < kWarps; ++w) {
-        block_max = fmaxf(block_max, smem.row_max[w]);
-        block_has_key |= smem.has_key[w];
-    }
-    const float origin = softmax_origin(block_max);
-    for (int column = threadIdx.x; column < kHeadDim; column += kThreads) {
-        float numerator = 0.0f;
-        float denominator = 0.0f;
-        for (int w = 0; w < kWarps; ++w) {
-            const float rescale = expf(smem.row_max[w] - origin);
-            numerator = fmaf(smem.numerator[w][column], rescale, numerator);
-            denominator = fmaf(smem.row_sum[w], rescale, denominator);
+    constexpr int kQuads = kPaddedDim / 4;
+    for (int i = threadIdx.x; i < kHeads * kQuads; i += kThreads) {
+        const int head = i / kQuads;
+        const int column = i % kQuads * 4;
+        const Merged merged =
+            merge<kWarps>(head, column, [&](int w) -> const States& { return smem.warps[w].states; });
+        *reinterpret_cast<float4*>(&smem.block.numerators[head][column]) = make_float4(
+            merged.numerators[0], merged.numerators[1], merged.numerators[2], merged.numerators[3]);
+        if (column == 0) {
+            smem.block.maxima[head] = merged.row_max;
+            smem.block.denominators[head] = merged.denominator;
+            smem.block.has_key[head] = merged.has_key;
         }
-        output[q_plane + column] = from_f32<Element>(normalise(numerator, denominator, block_has_key));
     }
+    cluster_sync<kCluster>();
+    for (int i = rank * kThreads + threadIdx.x; i < int(n_heads) * kQuads; i += kCluster * kThreads) {
+        const int head = i / kQuads;
+        const int column = i % kQuads * 4;
+        const Merged merged = merge<kCluster>(
+            head, column, [&](int block) -> const States& { return *cluster_map<kCluster>(&smem.block, block); });
+        Element* row = output + 1ull * (b * q_heads + own_head(head)) * kHeadDim + column;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (column + j < kHeadDim) {
+                row[j] = from_f32<Element>(normalise(merged.numerators[j], merged.denominator, merged.has_key));
+            }
+        }
+    }
+    cluster_sync<kCluster>();  // the others have read this block's shared memory
 }

@@ -12,11 +12,18 @@ import re
 from nxrt_cuda.errors import CompileError
 from nxrt_cuda.nvrtc import Nvrtc
 
-__all__ = ["check_arch", "check_runs", "device_arch"]
+__all__ = ["check_arch", "check_runs", "device_arch", "own_arch"]
 
 logger = logging.getLogger("nxrt_cuda")
 
 _ARCH = re.compile(r"(sm|compute)_(\d+)([af]?)")
+
+
+def own_arch(compute_capability: tuple[int, int]) -> str:
+    """The architecture of a device, with all of its instructions."""
+    major, minor = compute_capability
+    # wgmma and setmaxnreg are in Hopper's own instruction set, which only the suffix opens.
+    return "sm_90a" if compute_capability == (9, 0) else f"sm_{major}{minor}"
 
 
 def device_arch(compute_capability: tuple[int, int], nvrtc: Nvrtc) -> str:
@@ -28,8 +35,7 @@ def device_arch(compute_capability: tuple[int, int], nvrtc: Nvrtc) -> str:
     major, minor = compute_capability
     number = 10 * major + minor
     if number in nvrtc.archs:
-        # wgmma and setmaxnreg are in Hopper's own instruction set, which only the suffix opens.
-        return "sm_90a" if number == 90 else f"sm_{number}"
+        return own_arch(compute_capability)
     older = [arch for arch in nvrtc.archs if arch < number]
     if not older:
         raise _unknown_arch(f"sm_{number}", nvrtc)

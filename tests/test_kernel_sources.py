@@ -40,7 +40,7 @@ _KINDS = {
     "__grid_constant__ TensorMap": "tensor_map",
 }
 _ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__(?:launch_bounds|cluster_dims)__\s*\([^()]*\)\s*)*(\w+)\s*\(([^()]*)\)\s*{'
+    r'extern\s+"C"\s+__global__\s+void\s+(?:(?:__launch_bounds__|__cluster_dims__|CLUSTER_ROW)\s*\([^()]*\)\s*)*(\w+)\s*\(([^()]*)\)\s*{'
 )
 _PARAMETER = re.compile(r"(?:const\s+)?([\w ]+?)\s*(\*?)\s*(?:__restrict__\s+)?(\w+)")
 

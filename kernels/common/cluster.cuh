@@ -4,6 +4,13 @@
 
 #include "common/ptx.cuh"
 
+// In a kernel's declaration: so many blocks form a cluster. Before sm_90 the compiler does not know the attribute.
+#if __CUDA_ARCH__ >= 900
+#define CLUSTER_ROW(blocks) __cluster_dims__(blocks, 1, 1)
+#else
+#define CLUSTER_ROW(blocks)
+#endif
+
 // %cluster_ctarank: this block's place in its cluster.
 template <int kBlocks>
 __device__ __forceinline__ unsigned int cluster_rank() {
@@ -43,6 +50,18 @@ __device__ __forceinline__ uint4 cluster_load(const uint4& object, unsigned int 
             : "r"(shared_address(&object)), "r"(rank)
             : "memory");
         return value;
+    }
+}
+
+// mapa of a generic address: what block `rank` of the cluster has where this block has `*object`.
+template <int kBlocks, typename T>
+__device__ __forceinline__ const T* cluster_map(const T* object, unsigned int rank) {
+    if constexpr (kBlocks == 1) {
+        return object;
+    } else {
+        const T* mapped;
+        asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(object), "r"(rank));
+        return mapped;
     }
 }
 

@@ -49,6 +49,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from nxrt_cuda.architecture import own_arch
 from nxrt_cuda.capture import DeviceGraphResource
 from nxrt_cuda.dtype import DataType, float32, int32, uint32
 from nxrt_cuda.errors import KernelError, UnsupportedError
@@ -255,9 +256,18 @@ class AttentionKernel(OperatorKernel[VariantChoice]):
             dtype, geometry, capabilities.compute_capability, alignment=alignment, mask_alignment=mask_alignment
         )
         variant = choice.variant
+        spec = attention_spec(
+            variant,
+            dtype,
+            geometry,
+            capabilities.compute_capability,
+            alignment=alignment,
+            mask_alignment=mask_alignment,
+        )
         config = launch_config(
             op,
             variant,
+            spec,
             geometry,
             max_grid_dim_x=capabilities.max_grid_dim_x,
             multiprocessor_count=capabilities.multiprocessor_count,
@@ -265,9 +275,7 @@ class AttentionKernel(OperatorKernel[VariantChoice]):
         if config.is_empty:
             return _Plan(self._ledger.open(choice, ()), None)
         runtime.require_nvrtc_half_headers(op)
-        function = loaded(
-            runtime, attention_spec(variant, dtype, geometry, alignment=alignment, mask_alignment=mask_alignment)
-        )
+        function = loaded(runtime, spec)
         arguments = launch_arguments(variant, geometry, l2_cache_bytes=capabilities.l2_cache_bytes)
         prepared = runtime.prepare(function, config, *arguments, op=op)
         layouts = sm90.map_layouts(geometry) if variant is AttentionVariant.SM90 else ()
@@ -316,8 +324,8 @@ class AttentionFactory(KernelFactory):
     @classmethod
     def kernel_specs(cls, compute_capability: tuple[int, int]) -> tuple[KernelSpec, ...]:
         """Every variant and dtype at common and at extreme head sizes; a specialisation is of one head size."""
-        is_hopper = compute_capability == sm90.COMPUTE_CAPABILITY
-        return tuple(spec for spec in kernel_specs() if spec.arch is None or is_hopper)
+        archs = (None, own_arch(compute_capability))
+        return tuple(spec for spec in kernel_specs() if spec.arch in archs)
 
     @classmethod
     def output_metadata(cls, node: Node, inputs: Sequence[TensorMetadata | None]) -> tuple[TensorMetadata, ...]:

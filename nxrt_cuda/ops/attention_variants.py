@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
+from nxrt_cuda.architecture import own_arch
 from nxrt_cuda.capture import CaptureErrorCode
 from nxrt_cuda.dtype import DataType, bfloat16, float16, float32
 from nxrt_cuda.errors import KernelError
@@ -72,7 +74,6 @@ _TILES = {
     AttentionVariant.TENSOR_CORE: _Tiles(queries=128, keys=64, threads=128, stages=4),
     AttentionVariant.TF32X3: _Tiles(queries=64, keys=32, threads=128, stages=2),
     AttentionVariant.BF16X6: _Tiles(queries=128, keys=64, threads=384, stages=1),
-    AttentionVariant.DECODE: _Tiles(queries=1, keys=32, threads=256),
 }
 
 _SOURCES = {
@@ -108,6 +109,9 @@ _PARAMS = tuple(
 _HOPPER = (AttentionVariant.BF16X6, AttentionVariant.SM90)
 """They run on no other architecture."""
 
+_CLUSTER_CAPABILITIES = ((9, 0), (10, 0), (12, 0))
+"""Those that the decode kernel is compiled for ahead of time with blocks in clusters."""
+
 ACCESS_BYTES = 16
 """The widest access of a thread to memory."""
 
@@ -116,6 +120,17 @@ _MMA_CAPABILITY = (8, 0)
 
 _TILE_BYTES = 88
 """What the portable tensor-core kernels keep beside their tiles in shared memory."""
+
+# The decode kernel: query heads that a block reads keys and values for, and blocks that share them.
+_MAX_HEADS = 8
+_MAX_CLUSTER = 8
+_CLUSTER_CAPABILITY = (9, 0)
+_BATCH_BLOCKS = 128
+"""That a batch element is divided among at most: what fills a device. The size of the batch changes no sum."""
+_WARP_RUNS = 2
+"""Runs of 32 keys a warp, at least: fewer are not worth a share of the merging."""
+_RUN_BYTES = 16384
+"""Keys and values of a run up to which a block has four warps; of longer rows it has two."""
 
 
 def lowest_bit(bits: int) -> int:
@@ -154,10 +169,48 @@ def choose_variant(
     return VariantChoice(AttentionVariant.BF16X6 if is_single else AttentionVariant.SM90, reason)
 
 
+@dataclass(frozen=True)
+class _DecodeTiles:
+    """How the decode kernel cuts up a batch element: what its source calls HEADS, CLUSTER, THREADS, SHARED_BYTES."""
+
+    heads: int
+    cluster: int
+    threads: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, geometry: AttentionGeometry, access: int, itemsize: int, *, has_clusters: bool) -> _DecodeTiles:
+        """For accesses of ``access`` bytes.
+
+        Without clusters nobody shares the keys of a head, and blocks of one query head are the most there can be.
+        """
+        heads = min(_MAX_HEADS, 1 << (geometry.group - 1).bit_length()) if has_clusters else 1
+        packs = geometry.head_dim * itemsize // access
+        row_lanes = min(32, 1 << (packs - 1).bit_length())
+        run_bytes = 2 * row_lanes * div_up(packs, row_lanes) * 32 * access
+        warps = 4 if run_bytes <= _RUN_BYTES else 2
+        cluster = _MAX_CLUSTER if has_clusters else 1
+        units = geometry.kv_num_heads * div_up(geometry.group, heads)
+        while cluster > 1 and (units * cluster > _BATCH_BLOCKS or geometry.seq_k < cluster * warps * _WARP_RUNS * 32):
+            cluster //= 2
+        states = 4 * heads * div_up(geometry.head_dim, 4) * 4 + 3 * div_up(4 * heads, 16) * 16
+        return cls(heads, cluster, 32 * warps, warps * max(run_bytes, states) + states)
+
+    @property
+    def macros(self) -> dict[str, object]:
+        return {"HEADS": self.heads, "CLUSTER": self.cluster, "SHARED_BYTES": self.shared_bytes}
+
+
 def attention_spec(
-    variant: AttentionVariant, dtype: DataType, geometry: AttentionGeometry, *, alignment: int, mask_alignment: int
+    variant: AttentionVariant,
+    dtype: DataType,
+    geometry: AttentionGeometry,
+    compute_capability: tuple[int, int],
+    *,
+    alignment: int,
+    mask_alignment: int,
 ) -> KernelSpec:
-    """The specialisation of a variant for a call.
+    """The specialisation of a variant for a call on a device.
 
     ``alignment`` is a power of two, at least the element size, that the addresses of query, key, value and
     output are multiples of, and ``mask_alignment`` one for the mask. They and the length of a row decide how
@@ -180,7 +233,13 @@ def attention_spec(
     if variant is AttentionVariant.TENSOR_CORE:
         pair = lowest_bit(mask_alignment | geometry.seq_k * dtype.itemsize | 2 * dtype.itemsize)
         macros["MASK_WIDTH"] = pair // dtype.itemsize if geometry.has_mask else 1
-    if variant is AttentionVariant.SM90:
+    cluster = 1
+    if variant is AttentionVariant.DECODE:
+        has_clusters = compute_capability >= _CLUSTER_CAPABILITY
+        decode_tiles = _DecodeTiles.of(geometry, access, dtype.itemsize, has_clusters=has_clusters)
+        macros |= decode_tiles.macros
+        cluster, threads = decode_tiles.cluster, decode_tiles.threads
+    elif variant is AttentionVariant.SM90:
         sm90_tiles = sm90.tiles_of(geometry)
         macros |= {
             "CONSUMERS": sm90_tiles.consumers,
@@ -189,23 +248,25 @@ def attention_spec(
             "KEY_STAGES": sm90_tiles.key_stages,
             "VALUE_STAGES": sm90_tiles.value_stages,
             "MASK_WIDTH": sm90.mask_access(geometry, mask_alignment) // dtype.itemsize if geometry.has_mask else 8,
+            "SHARED_BYTES": sm90.shared_bytes(geometry.head_dim, sm90_tiles, has_mask=geometry.has_mask),
         }
-    elif variant is not AttentionVariant.DECODE:
+        threads = sm90_tiles.threads
+    else:
         tiles = _tiles(variant, geometry)
         macros |= {"BLOCK_QUERIES": tiles.queries, "BLOCK_KEYS": tiles.keys}
         if variant is not AttentionVariant.SIMT:
             macros["STAGES"] = tiles.stages
         if variant is AttentionVariant.TF32X3:
             macros["BLOCKS"] = tiles.blocks
-    if variant is not AttentionVariant.DECODE:
-        macros["SHARED_BYTES"] = _shared_bytes(variant, geometry)
+        macros["SHARED_BYTES"] = _shared_bytes(variant, geometry.head_dim, tiles)
+        threads = tiles.threads
     return KernelSpec(
         source=_SOURCES[variant],
         entry=entry,
         params=_params(variant),
-        threads=_threads(variant, geometry),
+        threads=threads,
         macros=tuple((name, str(value)) for name, value in macros.items()),
-        arch=sm90.ARCH if variant in _HOPPER else None,
+        arch=own_arch(compute_capability) if cluster > 1 else sm90.ARCH if variant in _HOPPER else None,
         # The 16-bit Hopper kernel was chosen because the scale is positive.
         changeable=() if variant is AttentionVariant.SM90 else ("scale",),
     )
@@ -237,27 +298,32 @@ def launch_arguments(
 def launch_config(
     op: str,
     variant: AttentionVariant,
+    spec: KernelSpec,
     geometry: AttentionGeometry,
     *,
     max_grid_dim_x: int,
     multiprocessor_count: int,
 ) -> LaunchConfig:
-    """Grid, block and shared memory of a call. An empty batch or query gives an empty grid.
+    """Grid, block and shared memory of a call of a specialisation. An empty batch or query gives an empty grid.
 
     Raises:
         KernelError: the grid is larger than the device allows.
     """
+    macros = dict(spec.macros)
     if variant is AttentionVariant.SM90:
         blocks = min(sm90.tile_count(geometry), multiprocessor_count)
+    elif variant is AttentionVariant.DECODE:
+        head_blocks = div_up(geometry.group, int(macros["HEADS"]))
+        blocks = geometry.batch * geometry.seq_q * geometry.kv_num_heads * head_blocks * int(macros["CLUSTER"])
     else:
-        blocks = geometry.batch * geometry.num_heads * div_up(geometry.seq_q, _tiles(variant, geometry).queries)
+        blocks = geometry.batch * geometry.num_heads * div_up(geometry.seq_q, int(macros["BLOCK_QUERIES"]))
     if blocks >= 2**64:
         raise KernelError(op, f"fused Attention grid overflow: {blocks} blocks")
     if blocks > max_grid_dim_x:
         raise KernelError(
             op, f"fused Attention requires {blocks} blocks, exceeding CUDA grid.x ({max_grid_dim_x} on this device)"
         )
-    return LaunchConfig((blocks, 1, 1), (_threads(variant, geometry), 1, 1), _shared_bytes(variant, geometry))
+    return LaunchConfig((blocks, 1, 1), (spec.threads, 1, 1), int(macros["SHARED_BYTES"]))
 
 
 def kernel_specs() -> tuple[KernelSpec, ...]:
@@ -282,7 +348,7 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
     bf16x6 = AttentionVariant.BF16X6
     features = (plain, replace(plain, causal=False), replace(full, has_mask=False), full)
     sample = [
-        *((variant, dtype, geometry) for variant in (simt, decode) for dtype in DTYPES for geometry in (plain, full)),
+        *((simt, dtype, geometry) for dtype in DTYPES for geometry in (plain, full)),
         *(
             (variant, dtype, replace(geometry, head_dim=head_dim))
             for variant, dtype in (
@@ -304,7 +370,6 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
             for dtype in (float32, float16)
             for head_dim in (1, 65, 127)
         ),
-        *((decode, float16, replace(plain, head_dim=head_dim)) for head_dim in (1, 7, 80, 127)),
         *(
             (hopper, dtype, replace(geometry, head_dim=head_dim, seq_q=seq_q))
             for dtype in (float16, bfloat16)
@@ -319,17 +384,26 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
         ),
         *((hopper, float16, replace(plain, head_dim=head_dim, seq_q=4096)) for head_dim in (8, 32, 72, 96, 120)),
     ]
-    specs = [attention_spec(*call, alignment=ACCESS_BYTES, mask_alignment=ACCESS_BYTES) for call in sample]
-    by_element = {"alignment": float16.itemsize, "mask_alignment": float16.itemsize}
-    return (
-        *dict.fromkeys(specs),
-        *(attention_spec(tensor_core, float16, geometry, **by_element) for geometry in (plain, full)),
-        *(
-            attention_spec(variant, float32, plain, alignment=float32.itemsize, mask_alignment=float32.itemsize)
-            for variant in (tf32x3, bf16x6)
-        ),
-        attention_spec(hopper, float16, replace(full, seq_q=4096, seq_k=4096), alignment=16, mask_alignment=4),
+    rows = [
+        (decode, dtype, replace(geometry, num_heads=heads, seq_k=8192, head_dim=head_dim))
+        for geometry in (plain, full)
+        for dtype, head_dim, heads in (
+            *((dtype, 128, heads) for dtype in DTYPES for heads in (4, 8)),
+            *((float16, head_dim, 8) for head_dim in (1, 7, 80, 127)),
+        )
+    ]
+    aligned = partial(attention_spec, alignment=ACCESS_BYTES, mask_alignment=ACCESS_BYTES)
+    by_element = partial(attention_spec, alignment=float16.itemsize, mask_alignment=float16.itemsize)
+    by_word = partial(attention_spec, alignment=float32.itemsize, mask_alignment=float32.itemsize)
+    long = replace(full, seq_q=4096, seq_k=4096)
+    specs = (
+        *(aligned(*call, sm90.COMPUTE_CAPABILITY) for call in sample),
+        *(aligned(*call, capability) for capability in (_MMA_CAPABILITY, *_CLUSTER_CAPABILITIES) for call in rows),
+        *(by_element(tensor_core, float16, geometry, _MMA_CAPABILITY) for geometry in (plain, full)),
+        *(by_word(variant, float32, plain, sm90.COMPUTE_CAPABILITY) for variant in (tf32x3, bf16x6)),
+        attention_spec(hopper, float16, long, sm90.COMPUTE_CAPABILITY, alignment=ACCESS_BYTES, mask_alignment=4),
     )
+    return tuple(dict.fromkeys(specs))
 
 
 def _params(variant: AttentionVariant) -> tuple[Param, ...]:
@@ -337,7 +411,7 @@ def _params(variant: AttentionVariant) -> tuple[Param, ...]:
 
 
 def _tiles(variant: AttentionVariant, geometry: AttentionGeometry) -> _Tiles:
-    """How a variant but the Hopper one cuts up a call.
+    """How a variant but that for one row and the 16-bit one of Hopper cuts up a call.
 
     On tensor cores registers are short beyond head_dim 64, where what takes more of them leaves smaller blocks. Up to
     there three blocks of threads of the plain f32 kernel fit a multiprocessor, and three warpgroups of 64 query rows a
@@ -361,18 +435,8 @@ def _tiles(variant: AttentionVariant, geometry: AttentionGeometry) -> _Tiles:
     return tiles
 
 
-def _threads(variant: AttentionVariant, geometry: AttentionGeometry) -> int:
-    if variant is AttentionVariant.SM90:
-        return sm90.tiles_of(geometry).threads
-    return _tiles(variant, geometry).threads
-
-
-def _shared_bytes(variant: AttentionVariant, geometry: AttentionGeometry) -> int:
+def _shared_bytes(variant: AttentionVariant, head_dim: int, tiles: _Tiles) -> int:
     """Dynamic shared memory of a block: ``sizeof(Smem)`` in the variant's source."""
-    head_dim = geometry.head_dim
-    if variant is AttentionVariant.SM90:
-        return sm90.shared_bytes(head_dim, sm90.tiles_of(geometry), has_mask=geometry.has_mask)
-    tiles = _tiles(variant, geometry)
     if variant is AttentionVariant.SIMT:
         row = div_up(head_dim, 16) * 16 + 4
         return 4 * ((tiles.queries + tiles.keys) * row + tiles.queries * (tiles.keys + 4))
@@ -380,7 +444,5 @@ def _shared_bytes(variant: AttentionVariant, geometry: AttentionGeometry) -> int
         return 2 * (64 if head_dim <= 64 else 128) * (tiles.queries + tiles.stages * tiles.keys) + _TILE_BYTES
     if variant is AttentionVariant.TF32X3:
         return 4 * (div_up(head_dim, 16) * 16 + 4) * (tiles.queries + tiles.stages * tiles.keys) + _TILE_BYTES
-    if variant is AttentionVariant.BF16X6:
-        parts = 6 * div_up(head_dim, 64) * 64 * (tiles.queries + 2 * tiles.stages * tiles.keys)
-        return parts + 96 + tiles.stages * (4 * 4 + 4 * 8)
-    return 0
+    parts = 6 * div_up(head_dim, 64) * 64 * (tiles.queries + 2 * tiles.stages * tiles.keys)
+    return parts + 96 + tiles.stages * (4 * 4 + 4 * 8)

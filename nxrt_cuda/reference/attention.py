@@ -166,8 +166,15 @@ _ELEMENTS = {dtype.cuda: dtype for dtype in (float32, float16, bfloat16)}
 
 def _attention_entry(launch: HostLaunch) -> None:
     heads, seq_q = int(launch.args["q_heads"]), int(launch.args["sq"])
-    query_tiles = -(-seq_q // int(launch.macros.get("BLOCK_QUERIES", 1)))
+    query_tiles = -(-seq_q // int(launch.macros["BLOCK_QUERIES"]))
     _run(launch, _batch_of(launch.grid[0], heads, query_tiles))
+
+
+def _decode_entry(launch: HostLaunch) -> None:
+    """As :func:`_attention_entry`, for one row: a cluster for as many query heads of a group as share keys."""
+    heads, group = int(launch.args["q_heads"]), int(launch.args["group"])
+    head_blocks = heads // group * -(-group // int(launch.macros["HEADS"]))
+    _run(launch, _batch_of(launch.grid[0], head_blocks, int(launch.macros["CLUSTER"])))
 
 
 def _sm90_entry(launch: HostLaunch) -> None:
@@ -268,7 +275,7 @@ HOST_ENTRIES: dict[str, HostEntry] = {
     "flash_attention_f32_bf16x6": _attention_entry,
     "flash_attention_f16_sm90": _sm90_entry,
     "flash_attention_bf16_sm90": _sm90_entry,
-    "attention_decode_f32": _attention_entry,
-    "attention_decode_f16": _attention_entry,
-    "attention_decode_bf16": _attention_entry,
+    "attention_decode_f32": _decode_entry,
+    "attention_decode_f16": _decode_entry,
+    "attention_decode_bf16": _decode_entry,
 }

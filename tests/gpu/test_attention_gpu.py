@@ -113,6 +113,51 @@ LONG = {"batch": 2, "heads": 6, "kv_heads": 2, "seq_q": 500, "seq_k": 700}
 """Several tiles and blocks of keys, none of them whole."""
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 2), (8, 1), (11, 1)])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"head_dim": 80, "seq_k": 2047, "total": [2047, 1300]},
+        {"head_dim": 7, "seq_k": 5000},
+        {"causal": True, "window": 700, "softcap": 2.0, "total": [3001, 500]},
+        {"mask_planes": (1, 1), "total": [0, 3001]},
+        {"head_dim": 64, "mask_planes": (), "window": 33, "past": [40, 2999]},
+    ],
+    ids=str,
+)
+def test_long_single_rows(
+    rt: nx.CudaRuntime, heads: int, kv_heads: int, dtype: np.dtype, features: dict[str, object]
+) -> None:
+    """Keys that a cluster divides, for groups that fill a block of heads, share it or take two."""
+    shape = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "seq_q": 1, "seq_k": 3001, "head_dim": 128}
+    case = random_case(11, dtype, **{**shape, **features})
+    check_case(run(rt, case), case)
+
+
+@pytest.mark.parametrize("has_mask", [False, True], ids=["lengths", "mask"])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=lambda d: d.name)
+def test_single_rows_do_not_see_poison(rt: nx.CudaRuntime, dtype: np.dtype, has_mask: bool) -> None:
+    """NaN in keys and values beyond a length, or behind a mask of -inf, changes nothing."""
+    shape = {"batch": 2, "heads": 8, "kv_heads": 2, "seq_q": 1, "seq_k": 3000, "head_dim": 128}
+    features = {"mask_planes": (2, 1)} if has_mask else {"total": [2011, 77]}
+    case = random_case(12, dtype, **shape, **features)
+    key, value = case.key.copy(), case.value.copy()
+    for b in range(2):
+        hidden = case.mask[b, 0, 0] == -np.inf if has_mask else np.arange(3000) >= features["total"][b]
+        key[b, :, hidden] = np.nan
+        value[b, :, hidden] = np.nan
+    check_case(run(rt, replace(case, key=key, value=value)), case)
+
+
+def test_the_batch_changes_no_bit_of_a_single_row(rt: nx.CudaRuntime) -> None:
+    """A batch of 40 divides keys as one of its elements alone does."""
+    case = random_case(13, BF16, batch=40, heads=8, kv_heads=2, seq_q=1, seq_k=2500, head_dim=128)
+    first = replace(case, query=case.query[:1], key=case.key[:1], value=case.value[:1], expected=case.expected[:1])
+    np.testing.assert_array_equal(run(rt, case)[:1], run(rt, first))
+
+
 @pytest.mark.usefixtures("choice")
 @pytest.mark.parametrize("head_dim", [128, 96, 64, 40])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=lambda d: d.name)

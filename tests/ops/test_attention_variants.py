@@ -228,9 +228,38 @@ def test_offsets_fit_i64(query: tuple[int, ...], key: tuple[int, ...], mask: tup
         resolve(query, key, key, mask)
 
 
-def config_of(variant: AttentionVariant, geometry: AttentionGeometry, max_grid_dim_x: int = 2**31 - 1) -> LaunchConfig:
+def spec_of(
+    variant: AttentionVariant,
+    dtype: nx.DataType,
+    geometry: AttentionGeometry,
+    compute_capability: tuple[int, int] = (9, 0),
+    *,
+    alignment: int = 16,
+    mask_alignment: int = 16,
+) -> nx.KernelSpec:
+    """The specialisation for operands that are aligned to 16 bytes, on Hopper."""
+    return attention_spec(
+        variant, dtype, geometry, compute_capability, alignment=alignment, mask_alignment=mask_alignment
+    )
+
+
+def config_of(
+    variant: AttentionVariant,
+    geometry: AttentionGeometry,
+    max_grid_dim_x: int = 2**31 - 1,
+    *,
+    dtype: nx.DataType = nx.float16,
+    compute_capability: tuple[int, int] = (9, 0),
+) -> LaunchConfig:
     """The launch on a device of 132 multiprocessors."""
-    return launch_config("Attention", variant, geometry, max_grid_dim_x=max_grid_dim_x, multiprocessor_count=132)
+    return launch_config(
+        "Attention",
+        variant,
+        spec_of(variant, dtype, geometry, compute_capability),
+        geometry,
+        max_grid_dim_x=max_grid_dim_x,
+        multiprocessor_count=132,
+    )
 
 
 def test_grid_covers_every_plane_and_tile() -> None:
@@ -245,10 +274,64 @@ def test_grid_covers_every_plane_and_tile() -> None:
             assert config_of(AttentionVariant.BF16X6, geometry).grid == (2 * 6 * tiles, 1, 1)
     assert config_of(AttentionVariant.SM90, PLAIN).grid == (2 * 6, 1, 1)
     assert config_of(AttentionVariant.SM90, replace(PLAIN, batch=100)).grid == (132, 1, 1)
-    assert config_of(AttentionVariant.DECODE, replace(PLAIN, seq_q=1)).grid == (12, 1, 1)
+    assert config_of(AttentionVariant.DECODE, replace(PLAIN, seq_q=1), compute_capability=(8, 0)).grid == (12, 1, 1)
     for variant in AttentionVariant:
         for empty in ({"batch": 0}, {"seq_q": 0}):
             assert config_of(variant, replace(PLAIN, **empty)).is_empty
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "seq_k", "heads_a_block", "units", "cluster"),
+    [
+        (32, 8, 8192, 4, 8, 8),
+        (32, 32, 8192, 1, 32, 4),
+        (64, 64, 8192, 1, 64, 2),
+        (128, 128, 8192, 1, 128, 1),
+        (5, 1, 8192, 8, 1, 8),
+        (40, 2, 8192, 8, 6, 8),
+        (32, 8, 2048, 4, 8, 8),
+        (32, 8, 2047, 4, 8, 4),
+        (32, 8, 256, 4, 8, 1),
+        (32, 8, 0, 4, 8, 1),
+    ],
+)
+def test_decode_shares_keys_within_a_group_and_divides_them_within_a_cluster(
+    heads: int, kv_heads: int, seq_k: int, heads_a_block: int, units: int, cluster: int
+) -> None:
+    """Up to 8 query heads a block; up to 8 blocks for the keys of a head, as far as these are long and blocks few.
+
+    The size of the batch has no say: it must not change a bit of a row.
+    """
+    for batch in (1, 3):
+        geometry = replace(
+            PLAIN,
+            batch=batch,
+            num_heads=heads,
+            kv_num_heads=kv_heads,
+            seq_q=1,
+            seq_k=seq_k,
+            kv_capacity=seq_k,
+            head_dim=128,
+        )
+        spec = spec_of(AttentionVariant.DECODE, nx.bfloat16, geometry)
+        macros = dict(spec.macros)
+        assert (macros["HEADS"], macros["CLUSTER"]) == (str(heads_a_block), str(cluster))
+        assert spec.arch == ("sm_90a" if cluster > 1 else None)
+        assert config_of(AttentionVariant.DECODE, geometry).grid == (batch * units * cluster, 1, 1)
+        spec = spec_of(AttentionVariant.DECODE, nx.bfloat16, geometry, (8, 9))
+        macros = dict(spec.macros)
+        assert (macros["HEADS"], macros["CLUSTER"], spec.arch) == ("1", "1", None)
+
+
+@pytest.mark.parametrize("dtype", [nx.float32, nx.float16, nx.bfloat16], ids=str)
+def test_decode_fits_the_smallest_shared_memory(dtype: nx.DataType) -> None:
+    """Of 99 KiB, whatever the head size and the group."""
+    for head_dim in range(1, 129):
+        for heads in (1, 3, 8):
+            geometry = replace(PLAIN, num_heads=heads, kv_num_heads=1, seq_q=1, seq_k=8192, head_dim=head_dim)
+            for alignment in (16, dtype.itemsize):
+                spec = spec_of(AttentionVariant.DECODE, dtype, geometry, (12, 0), alignment=alignment)
+                assert int(dict(spec.macros)["SHARED_BYTES"]) <= 99 << 10
 
 
 def test_grids_beyond_the_device_are_refused() -> None:
@@ -287,9 +370,7 @@ def test_accesses_are_as_wide_as_rows_and_addresses_allow(
     dtype: nx.DataType, head_dim: int, alignment: int, width: int
 ) -> None:
     """16 bytes at best."""
-    spec = attention_spec(
-        AttentionVariant.SIMT, dtype, replace(PLAIN, head_dim=head_dim), alignment=alignment, mask_alignment=16
-    )
+    spec = spec_of(AttentionVariant.SIMT, dtype, replace(PLAIN, head_dim=head_dim), alignment=alignment)
     assert dict(spec.macros)["LOAD_WIDTH"] == str(width)
 
 
@@ -303,17 +384,15 @@ def test_features_are_macros() -> None:
         ({"local_window": 5}, "1010"),
         ({"softcap": 30.0}, "1001"),
     ):
-        spec = attention_spec(
-            AttentionVariant.SIMT, nx.float32, replace(PLAIN, **changes), alignment=16, mask_alignment=16
-        )
+        spec = spec_of(AttentionVariant.SIMT, nx.float32, replace(PLAIN, **changes))
         assert "".join(dict(spec.macros)[name] for name in features) == expected
 
 
 def test_shapes_share_a_specialisation() -> None:
     """Batch, heads, lengths, strides and scale are arguments: changing them compiles nothing."""
-    spec = attention_spec(AttentionVariant.SIMT, nx.float32, PLAIN, alignment=16, mask_alignment=16)
+    spec = spec_of(AttentionVariant.SIMT, nx.float32, PLAIN)
     other = replace(PLAIN, batch=5, num_heads=8, seq_q=3, seq_k=1000, kv_capacity=2000, scale=0.5)
-    assert attention_spec(AttentionVariant.SIMT, nx.float32, other, alignment=16, mask_alignment=16) == spec
+    assert spec_of(AttentionVariant.SIMT, nx.float32, other) == spec
 
 
 @pytest.mark.parametrize(
@@ -332,7 +411,7 @@ def test_shapes_share_a_specialisation() -> None:
 )
 def test_entries(variant: AttentionVariant, dtype: nx.DataType, entry: str) -> None:
     """Each dtype and variant has an entry of its own name."""
-    assert attention_spec(variant, dtype, PLAIN, alignment=16, mask_alignment=16).entry == entry
+    assert spec_of(variant, dtype, PLAIN).entry == entry
 
 
 def test_an_access_of_the_mask_is_as_wide_as_its_alignment() -> None:
@@ -349,7 +428,7 @@ def test_an_access_of_the_mask_is_as_wide_as_its_alignment() -> None:
         (hopper, 6, 16, "2"),
     ):
         geometry = replace(PLAIN, has_mask=True, seq_k=seq_k)
-        spec = attention_spec(variant, nx.float16, geometry, alignment=16, mask_alignment=mask_alignment)
+        spec = spec_of(variant, nx.float16, geometry, mask_alignment=mask_alignment)
         assert dict(spec.macros)["MASK_WIDTH"] == width
 
 
@@ -371,7 +450,7 @@ def test_what_takes_registers_gets_smaller_blocks(
     """Of keys, and for f32 fewer blocks a multiprocessor; shared memory follows, within the 99 KB of sm_86."""
     geometry = replace(PLAIN, **changes)
     for variant, dtype in ((AttentionVariant.TENSOR_CORE, nx.float16), (AttentionVariant.TF32X3, nx.float32)):
-        spec = attention_spec(variant, dtype, geometry, alignment=16, mask_alignment=16)
+        spec = spec_of(variant, dtype, geometry)
         macros = dict(spec.macros)
         if variant is AttentionVariant.TENSOR_CORE:
             assert macros["BLOCK_KEYS"] == half
@@ -384,7 +463,7 @@ def test_what_takes_registers_gets_smaller_blocks(
 def test_parts_of_f32_fit_the_shared_memory_of_hopper(head_dim: int, consumers: int, stages: str) -> None:
     """Three parts of two bytes an element: of all queries of a block, and of its blocks of keys and values."""
     geometry = replace(PLAIN, head_dim=head_dim)
-    macros = dict(attention_spec(AttentionVariant.BF16X6, nx.float32, geometry, alignment=16, mask_alignment=16).macros)
+    macros = dict(spec_of(AttentionVariant.BF16X6, nx.float32, geometry).macros)
     assert (macros["BLOCK_QUERIES"], macros["STAGES"]) == (str(64 * consumers), stages)
     config = config_of(AttentionVariant.BF16X6, geometry)
     assert int(macros["SHARED_BYTES"]) == config.shared_bytes <= 227 << 10
@@ -417,7 +496,7 @@ def test_arguments_follow_the_declared_parameters() -> None:
         "planes_per_section": 2 * 6,
     }
     for variant in AttentionVariant:
-        spec = attention_spec(variant, nx.float16, geometry, alignment=16, mask_alignment=16)
+        spec = spec_of(variant, nx.float16, geometry)
         arguments = launch_arguments(variant, geometry, l2_cache_bytes=50 << 20)
         named = dict(zip((param.name for param in spec.params), arguments, strict=True))
         assert named == (hopper if variant is AttentionVariant.SM90 else expected)
