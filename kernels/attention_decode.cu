@@ -4,21 +4,13 @@
 //   key, value  [B, H/group, kv_capacity, D], of which the first sk rows of a plane are read
 //   mask        rows [1, sk] at b * mask_batch_stride + h * mask_head_stride, in elements
 //
-// A cluster of CLUSTER blocks owns one plane of keys and values, and HEADS of the query heads that read it. Its warps
-// take turns at runs of 32 keys and keep their own softmax states, which are merged at the end, in the order of warps
-// and then of blocks; which keys a warp takes depends on the row's own range alone. Within a warp a row of D elements
-// is spread over kRowLanes lanes, so that kRowsAtOnce rows move at once, and a run is kRowLanes turns.
-//
-// Each lane copies what it will read itself, a run ahead, kBatch turns of keys or values at a time: nobody waits for
-// another thread. Beyond the range there are zeros. A key that the mask hides is multiplied too, but what comes out is
-// thrown away, and its value is not multiplied by zero.
+// Within a warp a row of D elements is spread over kRowLanes lanes, so that kRowsAtOnce rows move at once, and a run of
+// keys is kRowLanes turns. Each lane copies what it will read itself, a run ahead, kBatch turns of keys or values at a
+// time: nobody waits for another thread. Beyond the range there are zeros. A key that the mask hides is multiplied too,
+// but what comes out is thrown away, and its value is not multiplied by zero.
 #include "common/async_copy.cuh"
-#include "common/attention.cuh"
-#include "common/cluster.cuh"
+#include "common/attention_decode.cuh"
 
-constexpr int kHeads = HEADS;
-constexpr int kCluster = CLUSTER;
-constexpr int kWarps = kThreads / 32;
 constexpr int kPacks = kHeadDim / kLoadWidth;
 
 __host__ __device__ constexpr int row_lanes(int packs) {
@@ -32,7 +24,6 @@ constexpr int kRowsAtOnce = 32 / kRowLanes;
 constexpr int kAccesses = (kPacks + kRowLanes - 1) / kRowLanes;  // of a lane to one row
 constexpr int kBatch = kRowLanes < 4 ? kRowLanes : 4;            // turns that are copied and summed together
 constexpr int kBatches = kRowLanes / kBatch;                     // of a run
-constexpr int kPaddedDim = (kHeadDim + 3) / 4 * 4;
 
 using AccessPack = Pack<Element, kLoadWidth>;
 
@@ -45,14 +36,6 @@ struct Run {
     Batch values[kBatches];
 };
 
-// Softmax states of kHeads rows: the sums of weights times values, those of weights, and what weights are relative to.
-struct States {
-    alignas(16) float numerators[kHeads][kPaddedDim];
-    alignas(16) float maxima[kHeads];
-    alignas(16) float denominators[kHeads];
-    alignas(16) unsigned int has_key[kHeads];
-};
-
 struct Smem {
     union {
         Run run;
@@ -61,7 +44,6 @@ struct Smem {
     States block;
 };
 
-static_assert(kCluster == 1 || __CUDA_ARCH__ >= 900, "there are no clusters before Hopper");
 static_assert(sizeof(Smem) == SHARED_BYTES, "the host gives a block this much");
 
 __device__ __forceinline__ float max_over_warp(float value) {
@@ -129,39 +111,6 @@ __device__ __forceinline__ void read_row(RowPart& values, const Batch& batch, in
     for (int a = 0; a < kAccesses; ++a) load_f32(batch.packs[turn][a][threadIdx.x % 32].values, values[a]);
 }
 
-// Four neighbouring columns of one row's states, merged.
-struct Merged {
-    float numerators[4];
-    float denominator;
-    float row_max;
-    bool has_key;
-};
-
-// Merge kCount states in their order; states_of(i) is one of them.
-template <int kCount, typename StatesOf>
-__device__ __forceinline__ Merged merge(int head, int column, StatesOf states_of) {
-    Merged merged = {};
-    merged.row_max = negative_infinity();
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        merged.row_max = fmaxf(merged.row_max, states_of(i).maxima[head]);
-        merged.has_key |= states_of(i).has_key[head];
-    }
-    const float origin = softmax_origin(merged.row_max);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const States& states = states_of(i);
-        const float rescale = expf(states.maxima[head] - origin);
-        const float4 numerators = *reinterpret_cast<const float4*>(&states.numerators[head][column]);
-        merged.denominator = fmaf(states.denominators[head], rescale, merged.denominator);
-        merged.numerators[0] = fmaf(numerators.x, rescale, merged.numerators[0]);
-        merged.numerators[1] = fmaf(numerators.y, rescale, merged.numerators[1]);
-        merged.numerators[2] = fmaf(numerators.z, rescale, merged.numerators[2]);
-        merged.numerators[3] = fmaf(numerators.w, rescale, merged.numerators[3]);
-    }
-    return merged;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1) CLUSTER_ROW(kCluster) ENTRY(
     const Element* q, const Element* key, const Element* value, const Element* mask, const int* total_lengths,
     const int* past_lengths, Element* output, unsigned int* capture_error, int q_heads, int group, int sq, int sk,
@@ -170,38 +119,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) CLUSTER_ROW(kCluster) 
     extern __shared__ __align__(16) char shared_memory[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_memory);
 
-    const unsigned int kv_heads = q_heads / group;
-    const unsigned int head_blocks = (group + kHeads - 1) / kHeads;
-    const unsigned int unit = blockIdx.x / kCluster;
-    const unsigned int kv_head = unit / head_blocks;  // of all batch elements
-    const unsigned int b = kv_head / kv_heads;
-    const unsigned int first_head = unit % head_blocks * kHeads;  // of the group
-    const unsigned int n_heads = min(group - first_head, kHeads);
-    // Query heads, and planes of queries; beyond the group the last one stands in.
-    const auto own_head = [&](int h) { return kv_head % kv_heads * group + first_head + min(h, n_heads - 1); };
-
-    const Lengths lengths(total_lengths, past_lengths, b, sq, sk, capture_error);
+    const Unit unit(q_heads, group);
+    const Lengths lengths(total_lengths, past_lengths, unit.b, sq, sk, capture_error);
     const KeyRange range = lengths.range(0, local_window);
     const unsigned int lane = threadIdx.x % 32;
-    const unsigned int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // as the compiler then knows, uniform
-    const unsigned int rank = cluster_rank<kCluster>();
-    const unsigned int first_run = range.begin + (rank * kWarps + warp) * 32;
-    constexpr unsigned int kRunStep = kCluster * kWarps * 32;
+    const unsigned int warp = uniform_warp();
+    const unsigned int first = first_run(range, warp);
+    // Where there are fewer heads than HEADS, the last one stands in.
+    const auto own_head = [&](int h) { return min(h, unit.n_heads - 1); };
 
     const unsigned long long lane_plane =
-        (1ull * kv_head * kv_capacity + lane / kRowLanes) * kHeadDim + lane % kRowLanes * kLoadWidth;
+        (1ull * unit.kv_head * kv_capacity + lane / kRowLanes) * kHeadDim + lane % kRowLanes * kLoadWidth;
     const Element* const key_plane = key + lane_plane;
     const Element* const value_plane = value + lane_plane;
     Run& buffer = smem.warps[warp].run;
 #pragma unroll 1
-    for (int i = 0; i < kBatches; ++i) copy_batch(buffer.keys[i], key_plane, first_run, i, range.end);
+    for (int i = 0; i < kBatches; ++i) copy_batch(buffer.keys[i], key_plane, first, i, range.end);
 #pragma unroll 1
-    for (int i = 0; i < kBatches; ++i) copy_batch(buffer.values[i], value_plane, first_run, i, range.end);
+    for (int i = 0; i < kBatches; ++i) copy_batch(buffer.values[i], value_plane, first, i, range.end);
 
     RowPart query[kHeads];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-        const Element* row = q + 1ull * (b * q_heads + own_head(h)) * kHeadDim;
+        const Element* row = q + 1ull * (unit.plane + own_head(h)) * kHeadDim;
 #pragma unroll
         for (int a = 0; a < kAccesses; ++a) {
             const unsigned int pack = a * kRowLanes + lane % kRowLanes;
@@ -225,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) CLUSTER_ROW(kCluster) 
     const unsigned int own_turn = lane % kBatches * kBatch + lane % kRowLanes / kBatches;
     const unsigned int own_key = own_turn * kRowsAtOnce + lane / kRowLanes;
 #pragma unroll 1
-    for (unsigned int run = first_run; run < range.end; run += kRunStep) {
+    for (unsigned int run = first; run < range.end; run += kRunStep) {
         const bool is_in_range = run + own_key < range.end;
         float bias[kHeads];
         bool is_allowed[kHeads];
@@ -234,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) CLUSTER_ROW(kCluster) 
             bias[h] = 0.0f;
             is_allowed[h] = is_in_range;
             if (kHasMask && is_in_range) {
-                bias[h] = to_f32(mask[b * mask_batch_stride + own_head(h) * mask_head_stride + run + own_key]);
+                bias[h] = to_f32(mask[unit.b * mask_batch_stride + (unit.h + own_head(h)) * mask_head_stride + run + own_key]);
                 is_allowed[h] = bias[h] != negative_infinity();
             }
         }
@@ -332,35 +272,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) CLUSTER_ROW(kCluster) 
             }
         }
     }
-    __syncthreads();
-
-    constexpr int kQuads = kPaddedDim / 4;
-    for (int i = threadIdx.x; i < kHeads * kQuads; i += kThreads) {
-        const int head = i / kQuads;
-        const int column = i % kQuads * 4;
-        const Merged merged =
-            merge<kWarps>(head, column, [&](int w) -> const States& { return smem.warps[w].states; });
-        *reinterpret_cast<float4*>(&smem.block.numerators[head][column]) = make_float4(
-            merged.numerators[0], merged.numerators[1], merged.numerators[2], merged.numerators[3]);
-        if (column == 0) {
-            smem.block.maxima[head] = merged.row_max;
-            smem.block.denominators[head] = merged.denominator;
-            smem.block.has_key[head] = merged.has_key;
-        }
-    }
-    cluster_sync<kCluster>();
-    for (int i = rank * kThreads + threadIdx.x; i < int(n_heads) * kQuads; i += kCluster * kThreads) {
-        const int head = i / kQuads;
-        const int column = i % kQuads * 4;
-        const Merged merged = merge<kCluster>(
-            head, column, [&](int block) -> const States& { return *cluster_map<kCluster>(&smem.block, block); });
-        Element* row = output + 1ull * (b * q_heads + own_head(head)) * kHeadDim + column;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            if (column + j < kHeadDim) {
-                row[j] = from_f32<Element>(normalise(merged.numerators[j], merged.denominator, merged.has_key));
-            }
-        }
-    }
-    cluster_sync<kCluster>();  // the others have read this block's shared memory
+    finish(smem.block, unit, output, [&](int w) -> const States& { return smem.warps[w].states; });
 }

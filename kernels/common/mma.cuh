@@ -31,6 +31,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&matrices)[4], u
                  : "memory");
 }
 
+// movmatrix.trans: an 8 x 8 matrix of 16-bit elements, of which a lane has [g][2t], [g][2t + 1], transposed.
+__device__ __forceinline__ unsigned int movmatrix_trans(unsigned int matrix) {
+    unsigned int transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
+    return transposed;
+}
+
 // mma.m16n8k16 of f16 or bf16: c += a b.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(

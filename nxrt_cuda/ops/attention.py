@@ -117,7 +117,7 @@ class AttentionLaunchStats(StatsTable):
         launches: kernels launched or recorded.
         last_grid_x: blocks of the last launch.
         variant: the kernel that served the last execution: ``"simt"``, ``"tensor_core"``, ``"tf32x3"``,
-            ``"bf16x6"``, ``"decode"``, ``"sm90"``.
+            ``"bf16x6"``, ``"decode"``, ``"decode_tensor_core"``, ``"sm90"``.
         reason: why that one.
     """
 

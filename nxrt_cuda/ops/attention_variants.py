@@ -40,6 +40,7 @@ class AttentionVariant(StrEnum):
     TF32X3 = "tf32x3"
     BF16X6 = "bf16x6"
     DECODE = "decode"
+    DECODE_TENSOR_CORE = "decode_tensor_core"
     SM90 = "sm90"
 
 
@@ -82,6 +83,7 @@ _SOURCES = {
     AttentionVariant.TF32X3: "attention_tf32.cu",
     AttentionVariant.BF16X6: "attention_bf16x6_sm90.cu",
     AttentionVariant.DECODE: "attention_decode.cu",
+    AttentionVariant.DECODE_TENSOR_CORE: "attention_decode_mma.cu",
     AttentionVariant.SM90: "attention_sm90.cu",
 }
 
@@ -91,6 +93,7 @@ _ENTRIES = {
     AttentionVariant.TF32X3: "flash_attention_{}_tf32x3",
     AttentionVariant.BF16X6: "flash_attention_{}_bf16x6",
     AttentionVariant.DECODE: "attention_decode_{}",
+    AttentionVariant.DECODE_TENSOR_CORE: "attention_decode_{}_tc",
     AttentionVariant.SM90: "flash_attention_{}_sm90",
 }
 
@@ -108,6 +111,9 @@ _PARAMS = tuple(
 
 _HOPPER = (AttentionVariant.BF16X6, AttentionVariant.SM90)
 """They run on no other architecture."""
+
+_DECODE = (AttentionVariant.DECODE, AttentionVariant.DECODE_TENSOR_CORE)
+"""They serve a single query row."""
 
 _CLUSTER_CAPABILITIES = ((9, 0), (10, 0), (12, 0))
 """Those that the decode kernel is compiled for ahead of time with blocks in clusters."""
@@ -127,9 +133,10 @@ _MAX_CLUSTER = 8
 _CLUSTER_CAPABILITY = (9, 0)
 _BATCH_BLOCKS = 128
 """That a batch element is divided among at most: what fills a device. The size of the batch changes no sum."""
+_RUN_KEYS = 32
 _WARP_RUNS = 2
-"""Runs of 32 keys a warp, at least: fewer are not worth a share of the merging."""
-_RUN_BYTES = 16384
+"""Runs of keys a warp, at least: fewer are not worth a share of the merging."""
+_RUN_BYTES = 18432
 """Keys and values of a run up to which a block has four warps; of longer rows it has two."""
 
 
@@ -152,7 +159,7 @@ def choose_variant(
     ``mask_alignment`` what that of the mask is.
     """
     if geometry.seq_q == 1:
-        return VariantChoice(AttentionVariant.DECODE, "seq_q is 1")
+        return _choose_decode(dtype, geometry, compute_capability, alignment)
     if geometry.head_dim % 8 != 0:
         return VariantChoice(AttentionVariant.SIMT, f"head_dim {geometry.head_dim} is not a multiple of 8")
     major, minor = compute_capability
@@ -179,19 +186,27 @@ class _DecodeTiles:
     shared_bytes: int
 
     @classmethod
-    def of(cls, geometry: AttentionGeometry, access: int, itemsize: int, *, has_clusters: bool) -> _DecodeTiles:
+    def of(
+        cls, variant: AttentionVariant, geometry: AttentionGeometry, access: int, itemsize: int, *, has_clusters: bool
+    ) -> _DecodeTiles:
         """For accesses of ``access`` bytes.
 
         Without clusters nobody shares the keys of a head, and blocks of one query head are the most there can be.
         """
-        heads = min(_MAX_HEADS, 1 << (geometry.group - 1).bit_length()) if has_clusters else 1
-        packs = geometry.head_dim * itemsize // access
-        row_lanes = min(32, 1 << (packs - 1).bit_length())
-        run_bytes = 2 * row_lanes * div_up(packs, row_lanes) * 32 * access
+        if variant is AttentionVariant.DECODE_TENSOR_CORE:
+            heads = _MAX_HEADS
+            run_bytes = 2 * _RUN_KEYS * (geometry.head_dim * itemsize + ACCESS_BYTES)
+        else:
+            heads = min(_MAX_HEADS, 1 << (geometry.group - 1).bit_length()) if has_clusters else 1
+            packs = geometry.head_dim * itemsize // access
+            row_lanes = min(32, 1 << (packs - 1).bit_length())
+            run_bytes = 2 * row_lanes * div_up(packs, row_lanes) * 32 * access
         warps = 4 if run_bytes <= _RUN_BYTES else 2
         cluster = _MAX_CLUSTER if has_clusters else 1
         units = geometry.kv_num_heads * div_up(geometry.group, heads)
-        while cluster > 1 and (units * cluster > _BATCH_BLOCKS or geometry.seq_k < cluster * warps * _WARP_RUNS * 32):
+        while cluster > 1 and (
+            units * cluster > _BATCH_BLOCKS or geometry.seq_k < cluster * warps * _WARP_RUNS * _RUN_KEYS
+        ):
             cluster //= 2
         states = 4 * heads * div_up(geometry.head_dim, 4) * 4 + 3 * div_up(4 * heads, 16) * 16
         return cls(heads, cluster, 32 * warps, warps * max(run_bytes, states) + states)
@@ -199,6 +214,21 @@ class _DecodeTiles:
     @property
     def macros(self) -> dict[str, object]:
         return {"HEADS": self.heads, "CLUSTER": self.cluster, "SHARED_BYTES": self.shared_bytes}
+
+
+def _choose_decode(
+    dtype: DataType, geometry: AttentionGeometry, compute_capability: tuple[int, int], alignment: int
+) -> VariantChoice:
+    """Tensor cores multiply the query heads of a group together, in blocks that only clusters make enough of."""
+    is_shared = geometry.group > 1 and compute_capability >= _CLUSTER_CAPABILITY
+    is_half = dtype != float32 and geometry.head_dim % 16 == 0 and alignment >= ACCESS_BYTES
+    if is_shared and is_half and not geometry.has_mask:
+        return VariantChoice(
+            AttentionVariant.DECODE_TENSOR_CORE,
+            f"seq_q is 1, {geometry.group} query heads read the same keys, {dtype}, "
+            f"head_dim {geometry.head_dim} is a multiple of 16",
+        )
+    return VariantChoice(AttentionVariant.DECODE, "seq_q is 1")
 
 
 def attention_spec(
@@ -234,9 +264,9 @@ def attention_spec(
         pair = lowest_bit(mask_alignment | geometry.seq_k * dtype.itemsize | 2 * dtype.itemsize)
         macros["MASK_WIDTH"] = pair // dtype.itemsize if geometry.has_mask else 1
     cluster = 1
-    if variant is AttentionVariant.DECODE:
+    if variant in _DECODE:
         has_clusters = compute_capability >= _CLUSTER_CAPABILITY
-        decode_tiles = _DecodeTiles.of(geometry, access, dtype.itemsize, has_clusters=has_clusters)
+        decode_tiles = _DecodeTiles.of(variant, geometry, access, dtype.itemsize, has_clusters=has_clusters)
         macros |= decode_tiles.macros
         cluster, threads = decode_tiles.cluster, decode_tiles.threads
     elif variant is AttentionVariant.SM90:
@@ -312,7 +342,7 @@ def launch_config(
     macros = dict(spec.macros)
     if variant is AttentionVariant.SM90:
         blocks = min(sm90.tile_count(geometry), multiprocessor_count)
-    elif variant is AttentionVariant.DECODE:
+    elif variant in _DECODE:
         head_blocks = div_up(geometry.group, int(macros["HEADS"]))
         blocks = geometry.batch * geometry.seq_q * geometry.kv_num_heads * head_blocks * int(macros["CLUSTER"])
     else:
@@ -392,6 +422,12 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
             *((float16, head_dim, 8) for head_dim in (1, 7, 80, 127)),
         )
     ]
+    rows_on_tensor_cores = [
+        (AttentionVariant.DECODE_TENSOR_CORE, dtype, replace(geometry, num_heads=4, seq_k=seq_k, head_dim=head_dim))
+        for geometry in (plain, replace(full, has_mask=False))
+        for dtype, head_dim in ((bfloat16, 128), (float16, 128), (float16, 64), (float16, 16))
+        for seq_k in (1, 8192)
+    ]
     aligned = partial(attention_spec, alignment=ACCESS_BYTES, mask_alignment=ACCESS_BYTES)
     by_element = partial(attention_spec, alignment=float16.itemsize, mask_alignment=float16.itemsize)
     by_word = partial(attention_spec, alignment=float32.itemsize, mask_alignment=float32.itemsize)
@@ -399,6 +435,7 @@ def kernel_specs() -> tuple[KernelSpec, ...]:
     specs = (
         *(aligned(*call, sm90.COMPUTE_CAPABILITY) for call in sample),
         *(aligned(*call, capability) for capability in (_MMA_CAPABILITY, *_CLUSTER_CAPABILITIES) for call in rows),
+        *(aligned(*call, capability) for capability in _CLUSTER_CAPABILITIES for call in rows_on_tensor_cores),
         *(by_element(tensor_core, float16, geometry, _MMA_CAPABILITY) for geometry in (plain, full)),
         *(by_word(variant, float32, plain, sm90.COMPUTE_CAPABILITY) for variant in (tf32x3, bf16x6)),
         attention_spec(hopper, float16, long, sm90.COMPUTE_CAPABILITY, alignment=ACCESS_BYTES, mask_alignment=4),

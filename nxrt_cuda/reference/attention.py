@@ -278,4 +278,6 @@ HOST_ENTRIES: dict[str, HostEntry] = {
     "attention_decode_f32": _decode_entry,
     "attention_decode_f16": _decode_entry,
     "attention_decode_bf16": _decode_entry,
+    "attention_decode_f16_tc": _decode_entry,
+    "attention_decode_bf16_tc": _decode_entry,
 }

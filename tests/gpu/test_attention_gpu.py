@@ -89,6 +89,7 @@ def test_long_rows(rt: nx.CudaRuntime, dtype: np.dtype, beyond_rounding: float) 
 def test_each_variant_runs(rt: nx.CudaRuntime) -> None:
     """The cases above reach every kernel there is for this device, by the choice that the operator makes."""
     is_hopper = rt.capabilities.compute_capability == (9, 0)
+    has_clusters = rt.capabilities.compute_capability >= (9, 0)
     for dtype, seq_q, head_dim, offset, variant in (
         (F32, 2, 16, 0, "bf16x6" if is_hopper else "tf32x3"),
         (F32, 2, 16, 1, "bf16x6" if is_hopper else "tf32x3"),
@@ -97,9 +98,10 @@ def test_each_variant_runs(rt: nx.CudaRuntime) -> None:
         (BF16, 2, 16, 1, "tensor_core"),
         (F16, 2, 16, 0, "sm90" if is_hopper else "tensor_core"),
         (BF16, 2, 16, 0, "sm90" if is_hopper else "tensor_core"),
-        (BF16, 1, 16, 0, "decode"),
+        (BF16, 1, 16, 0, "decode_tensor_core" if has_clusters else "decode"),
+        (BF16, 1, 16, 1, "decode"),
     ):
-        case = random_case(1, dtype, seq_q=seq_q, seq_k=3, head_dim=head_dim)
+        case = random_case(1, dtype, heads=2, seq_q=seq_q, seq_k=3, head_dim=head_dim)
         kernel, operands = nx.create_kernel(rt, case.node), AttentionOperands(rt, case, offset=offset)
         kernel.execute(operands.inputs, [operands.output])
         check_case(operands.result(), case)

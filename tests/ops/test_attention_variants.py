@@ -75,7 +75,17 @@ def test_support_gate_targets_prefill_and_common_head_dims() -> None:
         (nx.float32, 2, 128, (9, 0), "bf16x6", "Float32, head_dim 128 is a multiple of 8, compute capability 9.0"),
         (nx.float32, 2, 64, (7, 5), "simt", "compute capability 7.5 is below 8.0"),
         (nx.float32, 2, 7, (9, 0), "simt", "head_dim 7 is not a multiple of 8"),
-        (nx.float16, 1, 64, (9, 0), "decode", "seq_q is 1"),
+        (
+            nx.float16,
+            1,
+            64,
+            (9, 0),
+            "decode_tensor_core",
+            "seq_q is 1, 2 query heads read the same keys, Float16, head_dim 64 is a multiple of 16",
+        ),
+        (nx.bfloat16, 1, 72, (9, 0), "decode", "seq_q is 1"),
+        (nx.bfloat16, 1, 64, (8, 9), "decode", "seq_q is 1"),
+        (nx.float32, 1, 64, (9, 0), "decode", "seq_q is 1"),
         (nx.float32, 1, 7, (6, 1), "decode", "seq_q is 1"),
     ],
 )
@@ -88,7 +98,7 @@ def test_choice_of_variant(
     reason: str,
 ) -> None:
     """With a head size in eights there are a Hopper kernel and one for other tensor cores, of 16-bit types and of f32;
-    one row goes to the decode kernel, and the rest to SIMT."""
+    one row goes to a decode kernel, and the rest to SIMT."""
     geometry = replace(PLAIN, seq_q=seq_q, head_dim=head_dim)
     choice = choose_variant(dtype, geometry, compute_capability, alignment=16, mask_alignment=16)
     assert (choice.variant.value, choice.reason) == (variant, reason)
@@ -114,6 +124,17 @@ def test_what_the_hopper_kernel_does_not_serve(alignment: int, changes: dict[str
         assert (choice.variant.value, choice.reason) == ("tensor_core", reason)
 
 
+@pytest.mark.parametrize(
+    ("changes", "alignment"), [({"kv_num_heads": 6}, 16), ({"has_mask": True}, 16), ({}, 8)], ids=str
+)
+def test_single_rows_that_tensor_cores_do_not_serve(changes: dict[str, int | bool], alignment: int) -> None:
+    """One query head has nothing to share, a mask may hide a NaN from one head and not from another, and rows are
+    copied 16 bytes at a time."""
+    geometry = replace(PLAIN, seq_q=1, **changes)
+    choice = choose_variant(nx.float16, geometry, (9, 0), alignment=alignment, mask_alignment=16)
+    assert choice.variant is AttentionVariant.DECODE
+
+
 def test_rows_of_a_mask_that_cannot_be_copied_in_words() -> None:
     """An odd number of keys, or an odd address, go to the other tensor-core kernel."""
     for seq_k, mask_alignment, is_served in ((7, 16, False), (8, 2, False), (8, 4, True), (6, 16, True), (6, 4, True)):
@@ -130,7 +151,7 @@ def test_every_shape_that_the_gate_passes_has_a_prefill_variant() -> None:
             for seq_q in (1, 2, 4096):
                 geometry = replace(PLAIN, seq_q=seq_q, head_dim=head_dim)
                 chosen = choose_variant(dtype, geometry, (9, 0), alignment=16, mask_alignment=16).variant
-                assert supported(seq_q, head_dim) == (chosen is not AttentionVariant.DECODE)
+                assert supported(seq_q, head_dim) == ("decode" not in chosen)
 
 
 # Geometry.
@@ -323,15 +344,25 @@ def test_decode_shares_keys_within_a_group_and_divides_them_within_a_cluster(
         assert (macros["HEADS"], macros["CLUSTER"], spec.arch) == ("1", "1", None)
 
 
+def test_decode_on_tensor_cores_takes_eight_heads_a_block() -> None:
+    """Those that are not there cost a product nothing."""
+    for heads, units in ((4, 2), (16, 2), (20, 4)):
+        geometry = replace(PLAIN, num_heads=heads, kv_num_heads=2, seq_q=1, seq_k=8192, kv_capacity=8192)
+        macros = dict(spec_of(AttentionVariant.DECODE_TENSOR_CORE, nx.bfloat16, geometry).macros)
+        assert (macros["HEADS"], macros["CLUSTER"]) == ("8", "8")
+        assert config_of(AttentionVariant.DECODE_TENSOR_CORE, geometry).grid == (2 * units * 8, 1, 1)
+
+
 @pytest.mark.parametrize("dtype", [nx.float32, nx.float16, nx.bfloat16], ids=str)
 def test_decode_fits_the_smallest_shared_memory(dtype: nx.DataType) -> None:
     """Of 99 KiB, whatever the head size and the group."""
     for head_dim in range(1, 129):
         for heads in (1, 3, 8):
             geometry = replace(PLAIN, num_heads=heads, kv_num_heads=1, seq_q=1, seq_k=8192, head_dim=head_dim)
-            for alignment in (16, dtype.itemsize):
-                spec = spec_of(AttentionVariant.DECODE, dtype, geometry, (12, 0), alignment=alignment)
-                assert int(dict(spec.macros)["SHARED_BYTES"]) <= 99 << 10
+            for variant in (AttentionVariant.DECODE, AttentionVariant.DECODE_TENSOR_CORE):
+                for alignment in (16, dtype.itemsize):
+                    spec = spec_of(variant, dtype, geometry, (12, 0), alignment=alignment)
+                    assert int(dict(spec.macros)["SHARED_BYTES"]) <= 99 << 10
 
 
 def test_grids_beyond_the_device_are_refused() -> None:
@@ -407,6 +438,7 @@ def test_shapes_share_a_specialisation() -> None:
         (AttentionVariant.BF16X6, nx.float32, "flash_attention_f32_bf16x6"),
         (AttentionVariant.SM90, nx.bfloat16, "flash_attention_bf16_sm90"),
         (AttentionVariant.DECODE, nx.bfloat16, "attention_decode_bf16"),
+        (AttentionVariant.DECODE_TENSOR_CORE, nx.bfloat16, "attention_decode_bf16_tc"),
     ],
 )
 def test_entries(variant: AttentionVariant, dtype: nx.DataType, entry: str) -> None:
