@@ -170,7 +170,11 @@ CASES = (
     *(c for batch in (8, 1) for c in _prefill("bf16", batch, 16, 16, 16384 // batch, 128, portable=True)),
     *_prefill("bf16", 1, 32, 32, 16384, 64, portable=True),
     *_prefill("bf16", 1, 16, 16, 4096, 100),
-    *(Case(dtype, 8, 32, 8, 1, 8192, 128, causal=False) for dtype in ("bf16", "f32")),
+    # One query row: groups of query heads in larger and smaller batches, and heads of their own.
+    *(Case("bf16", batch, 32, 8, 1, seq_k, 128, causal=False) for batch, seq_k in ((8, 8192), (1, 8192), (64, 1024))),
+    Case("bf16", 8, 64, 8, 1, 8192, 128, causal=False),
+    Case("bf16", 32, 32, 32, 1, 2048, 128, causal=False),
+    Case("f32", 8, 32, 8, 1, 8192, 128, causal=False),
 )
 
 _QUICK_CASES = (

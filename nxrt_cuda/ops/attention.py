@@ -34,9 +34,10 @@ What it guarantees:
   values; f16 weights count down to 2**-36 of the row's largest even so. A result is a weighted mean of values
   and finite where they are; only within a factor of 2**8 * Sk of the greatest f32 can the sum before the
   division overflow.
-- The same inputs give the same bits, whatever else is in the batch.
+- The same inputs give the same bits, whatever else is in the batch, and however large it is.
 
-One query row (Sq = 1) has a kernel of its own; :func:`~nxrt_cuda.ops.attention_variants.choose_variant`
+One query row (Sq = 1) has kernels of its own, which divide the keys of a head among as many blocks whatever the
+batch; :func:`~nxrt_cuda.ops.attention_variants.choose_variant`
 says which kernel serves a call, and the launch statistics say which one did.
 
 Calls are stream-ordered and safe from any thread. The only workspace is of the 16-bit Hopper kernel: counters of
