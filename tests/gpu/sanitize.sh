@@ -18,7 +18,7 @@ export NXRT_REQUIRE_CUDA=1 NXRT_TEST_CACHE_DIR=${NXRT_TEST_CACHE_DIR:-$cache}
 # The oracles multiply small matrices: threads of many workers' BLAS, spinning, slow them tenfold and more.
 export OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-attention="oracle_cases or all_combinations or poisoned or lengths or numbers_without or on_the_portable or each_variant"
+attention="oracle_cases or all_combinations or poison or lengths or numbers_without or on_the_portable or each_variant"
 
 check() { # tool, name, workers, pytest arguments
   local tool=$1 name=$2 log=$logs/$1-$2.log status errors side_by_side=()
