@@ -35,7 +35,7 @@ from nxrt_cuda.errors import (
     GraphError,
     LaunchError,
     NxrtError,
-    RuntimeStateError,
+    StreamTypeError,
     TensorError,
 )
 from nxrt_cuda.fork import Fork, open_fork
@@ -212,14 +212,17 @@ class CudaRuntime:
     def wait_for_stream(self, stream: Any) -> None:
         """Make compute work enqueued from now on wait for what is queued on another library's stream.
 
+        Args:
+            stream: a handle, or an object with ``__cuda_stream__``, ``cuda_stream`` (PyTorch) or ``ptr`` (CuPy).
+
         Raises:
-            RuntimeStateError: ``stream`` is no stream.
+            StreamTypeError: ``stream`` is no stream.
             CaptureError: the runtime is capturing.
             DriverError: the driver does not know the handle.
         """
         handle = interop.stream_handle(stream)
         if handle is None:
-            raise RuntimeStateError("wait_for_stream needs a stream")
+            raise StreamTypeError("wait_for_stream needs a stream, got None")
         with self._session.driving("wait_for_stream"):
             self._streams.fence(handle, self._streams.current)
 
