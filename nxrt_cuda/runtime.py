@@ -40,11 +40,11 @@ from nxrt_cuda.errors import (
 )
 from nxrt_cuda.fork import Fork, open_fork
 from nxrt_cuda.graph import CapturedGraph, GraphRecorder, GraphSlot
-from nxrt_cuda.last_execution import LastExecution
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch, TensorMap
 from nxrt_cuda.memory import Allocation, DeviceMemory, pool_limit_from_environment
 from nxrt_cuda.modules import LoadedFunction, ModuleCache
 from nxrt_cuda.segment import CopyWork, FillWork, LaunchWork
+from nxrt_cuda.short_way import ShortWay
 from nxrt_cuda.stats import RuntimeCounters, RuntimeStats
 from nxrt_cuda.streams import Streams
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView, as_metadata
@@ -781,9 +781,9 @@ class CudaRuntime:
         """
         return self._session.lock
 
-    def last_execution(self) -> LastExecution[Any]:
-        """What a kernel object remembers its latest execution with, to make it again at less cost."""
-        return LastExecution(self._session, self._counters)
+    def short_way(self) -> ShortWay[Any]:
+        """How a kernel object makes launches that it has made before, at less cost than by :meth:`launch`."""
+        return ShortWay(self._session, self._counters)
 
     def check_again(self) -> None:
         """Memory is not to be used any more: who found its views usable asks anew. The caller holds the runtime."""

@@ -95,7 +95,7 @@ def bare_us(rt: nx.CudaRuntime, operator: Operator) -> float:
                 0,
             ),
         )
-        for launch in operator.kernel._last._launches
+        for launch in operator.kernel._short_way._plan.launches
     )
 
 
