@@ -319,8 +319,8 @@ class CudaRuntime:
         through ``numpy.asarray`` and is copied in stream order, its bytes taken before the call returns.
 
         Raises:
-            TensorError: the dtype is not supported, the memory is on another device, or ``array`` is a tensor of
-                this package that needs a copy to be used here, which is never made unasked.
+            TensorError: the dtype is not supported, device memory is on another device or does not align the dtype, or
+                ``array`` is a tensor of this package that needs a copy to be used here, which is never made unasked.
             CaptureError: the runtime is capturing.
         """
         if isinstance(array, TensorView) and (array.runtime is self or not interop.is_device_array(array)):

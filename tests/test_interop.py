@@ -169,6 +169,14 @@ def test_scalars_and_empty_arrays_are_imported(
     np.testing.assert_array_equal(mine.numpy(), np.zeros(shape))
 
 
+def test_memory_that_does_not_align_its_elements_is_refused(gpu: nx.CudaRuntime, torchlike: nx.CudaRuntime) -> None:
+    """As a library may have it that lets bytes be looked at as anything."""
+    theirs = torchlike.zeros((5,), nx.float32)
+    begin = theirs.ptr + 2
+    with pytest.raises(nx.TensorError, match=f"a Float32 tensor at 0x{begin:x} is misaligned"):
+        gpu.from_array(cuda_array(theirs, data=(begin, False), shape=(4,)))
+
+
 def test_bfloat16_goes_through_dlpack(gpu: nx.CudaRuntime, torchlike: nx.CudaRuntime) -> None:
     theirs = torchlike.zeros((4,), nx.bfloat16)
     assert gpu.from_array(theirs).dtype is nx.bfloat16

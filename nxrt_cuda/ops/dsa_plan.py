@@ -171,8 +171,8 @@ class StrictPlan(Plan):
         max_grid_x: int,
     ) -> None:
         self.choice = choice
-        self._layout = layout
         self.nbytes = layout.nbytes
+        self._scores_offset, self._allowed_offset = layout.scores_offset, layout.allowed_offset
         tile = strict.choose_tile(dims)
         score = loaded(runtime, strict.score_spec(dtype, tile, dims.head_dim, aligned=aligned))
         select = loaded(runtime, strict.select_spec(dims))
@@ -196,7 +196,7 @@ class StrictPlan(Plan):
         self.selection_grids = _grids(self._select)
 
     def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
-        scores, allowed = workspace + self._layout.scores_offset, workspace + self._layout.allowed_offset
+        scores, allowed = workspace + self._scores_offset, workspace + self._allowed_offset
         self._score.bind(query, key, weights, bias, scores, allowed)
         self._select.bind(scores, allowed, out)
 

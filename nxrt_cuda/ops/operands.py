@@ -24,8 +24,7 @@ def check_memory(op: str, runtime: CudaRuntime, names: Sequence[str], operands: 
     """Refuse operands whose memory a launch must not touch: the last one is written, the others are read.
 
     Raises:
-        KernelError: memory is freed, belongs to another runtime, or does not align the element type; or the
-            output is read-only, or overlaps an input.
+        KernelError: memory is freed, or belongs to another runtime; or the output is read-only, or overlaps an input.
     """
     output = operands[-1]
     if not isinstance(output, TensorMut):
@@ -36,12 +35,11 @@ def check_memory(op: str, runtime: CudaRuntime, names: Sequence[str], operands: 
     for view in operands:
         if view is None:
             continue
-        ptr = view.ptr
-        if view.owner.usable_in is not runtime or ptr % view.metadata.dtype.itemsize:
+        if view.owner.usable_in is not runtime:
             raise _refused(op, names, _position(view, operands), _why_not(view, runtime))
-        if ptr < end and begin < view.end:
+        if view.ptr < end and begin < view.end:
             meetings += 1
-    if meetings > 1:  # the output meets itself
+    if meetings > 1 and begin < end:  # the output meets itself, and if it is empty, nobody
         position = next(
             position
             for position, view in enumerate(operands)
@@ -55,9 +53,7 @@ def _why_not(view: TensorView, runtime: CudaRuntime) -> str:
     """What is wrong with the memory of one operand by itself."""
     if view.owner.runtime is not runtime:
         return f"belongs to another runtime, not to the kernel's: {view!r}"
-    if view.owner.is_freed:
-        return f"was {view.owner.fate}: {view!r}"
-    return f"at 0x{view.ptr:x} is misaligned; {view.dtype} is aligned to {view.dtype.itemsize} bytes"
+    return f"was {view.owner.fate}: {view!r}"
 
 
 def _refused(op: str, names: Sequence[str], position: int, what: str) -> KernelError:
