@@ -177,7 +177,7 @@ def _read_attributes(node: Node) -> Attributes:
     return attributes
 
 
-_PlanKey = tuple[bool, TensorMetadata, TensorMetadata, TensorMetadata, TensorMetadata, TensorMetadata]
+_Layout = tuple[bool, TensorMetadata, TensorMetadata, TensorMetadata, TensorMetadata, TensorMetadata]
 """Whether query and key allow the widest access, and the metadata of inputs and output."""
 
 
@@ -190,7 +190,7 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         self._options = options
         self._max_grid_x = max_grid_x
         self._workspace = Workspace(runtime, OP, _process_workspaces)
-        self._plans: PlanCache[_PlanKey, Plan] = PlanCache()
+        self._plans: PlanCache[_Layout, Plan] = PlanCache()
         self._counters: TensorMut | None = None
         self._warmed = False
 
@@ -217,48 +217,32 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
             return plan.tally
 
     def _rebind(self, operands: list[TensorView | None]) -> Plan | None:
-        plan, _, addresses = self._find(operands, 1)
+        query, key, weights, bias, out = _all_present(operands, 1)
+        check_memory(OP, self._runtime, _OPERAND_NAMES, operands)
+        plan = self._plans.find(_layout(query, key, weights, bias, out))
         if plan is None or not plan.launches:
             return None
         # An execution that went through has left a workspace that is large enough.
-        plan.bind(self._workspace.ptr, *addresses)
+        plan.bind(self._workspace.ptr, query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr)
         return plan
 
     def _bind(self, operands: list[TensorView | None], outputs: int) -> tuple[Plan, WorkspaceSlot]:
         """The plan for the operands, made if there is none, bound to them and to a workspace."""
-        plan, layout, addresses = self._find(operands, outputs)
+        query, key, weights, bias, out = _all_present(operands, outputs)
+        check_memory(OP, self._runtime, _OPERAND_NAMES, operands)
+        layout = _layout(query, key, weights, bias, out)
+        plan = self._plans.find(layout)
         if plan is None:
             aligned, *metadata = layout
-            plan = self._plan(self._check_metadata(metadata), metadata[0].dtype, aligned)
+            plan = self._plan(self._check_metadata(metadata), query.dtype, aligned)
             slot = self._workspace.candidate(plan.nbytes)
             plan.tally = self._ledger.open(plan.choice, plan.score_grids, plan.selection_grids)
             self._plans.keep(layout, plan)
         else:
             slot = self._workspace.candidate(plan.nbytes)
         self._short_way.forget()
-        plan.bind(slot.ptr, *addresses)
+        plan.bind(slot.ptr, query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr)
         return plan, slot
-
-    def _find(
-        self, operands: list[TensorView | None], outputs: int
-    ) -> tuple[Plan | None, _PlanKey, tuple[int, int, int, int, int]]:
-        """The plan for the operands, so many outputs behind the inputs, whose count and memory are checked.
-
-        With it come the key that it is, or is to be, kept under, and where the operands begin.
-        """
-        if len(operands) - outputs != len(INPUT_NAMES):
-            raise KernelError(OP, f"expected 4 inputs, got {len(operands) - outputs}")
-        if outputs != 1:
-            raise KernelError(OP, f"expected 1 output, got {outputs}")
-        query, key, weights, bias, out = operands
-        if query is None or key is None or weights is None or bias is None or out is None:
-            position = [view is None for view in operands].index(True)
-            raise KernelError(OP, f"required {_label(position)} is absent", operand=_OPERAND_NAMES[position])
-        check_memory(OP, self._runtime, _OPERAND_NAMES, operands)
-        addresses = query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr
-        aligned = (addresses[0] | addresses[1]) % ACCESS_BYTES == 0
-        layout = aligned, query.metadata, key.metadata, weights.metadata, bias.metadata, out.metadata
-        return self._plans.find(layout), layout, addresses
 
     def workspace_requirement(self, inputs: Sequence[TensorMetadata]) -> WorkspaceRequirement:
         """None: the kernel owns its workspace.
@@ -432,6 +416,26 @@ def unsupported_reason(
     except KernelError as error:
         return str(error).removeprefix("cuda_ep ")
     return None
+
+
+def _all_present(
+    operands: Sequence[TensorView | None], outputs: int
+) -> tuple[TensorView, TensorView, TensorView, TensorView, TensorView]:
+    """``operands``, so many outputs behind the inputs, if they are what the operator takes."""
+    if len(operands) - outputs != len(INPUT_NAMES):
+        raise KernelError(OP, f"expected 4 inputs, got {len(operands) - outputs}")
+    if outputs != 1:
+        raise KernelError(OP, f"expected 1 output, got {outputs}")
+    query, key, weights, bias, out = operands
+    if query is None or key is None or weights is None or bias is None or out is None:
+        position = [view is None for view in operands].index(True)
+        raise KernelError(OP, f"required {_label(position)} is absent", operand=_OPERAND_NAMES[position])
+    return query, key, weights, bias, out
+
+
+def _layout(query: TensorView, key: TensorView, weights: TensorView, bias: TensorView, out: TensorView) -> _Layout:
+    aligned = (query.ptr | key.ptr) % ACCESS_BYTES == 0
+    return aligned, query.metadata, key.metadata, weights.metadata, bias.metadata, out.metadata
 
 
 def _operand_error(position: int, what: str) -> KernelError:
