@@ -10,6 +10,7 @@ changing tensors, and a decode loop in one graph.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,6 +158,8 @@ def _import_us(module: str) -> float:
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(nx.__file__).parents[1],
+        # The first leaves bytecode for the others, as an installed package has it, whatever the environment says.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         capture_output=True,
         text=True,
         check=True,

@@ -1,9 +1,12 @@
 """A driver-level CUDA runtime: kernels, memory, and graphs recorded and replayed from Python.
 
-Importing this package makes no driver call and imports no CUDA library.
+Importing this package makes no driver call and imports no CUDA library. The engine and the compiles ahead of time,
+which many a program does without, are imported when they are first named.
 """
 
-from nxrt_cuda.ahead_of_time import Precompiled, PrecompileReport, precompile
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
 from nxrt_cuda.capture import CaptureErrorCode, DeviceGraphResource
 from nxrt_cuda.devices import open_runtime
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
@@ -21,7 +24,6 @@ from nxrt_cuda.dtype import (
     uint32,
     uint64,
 )
-from nxrt_cuda.engine import BucketReport, Engine, EngineReport, NodeReport
 from nxrt_cuda.errors import (
     CaptureError,
     CompileError,
@@ -37,6 +39,7 @@ from nxrt_cuda.errors import (
     NxrtError,
     OutOfMemoryError,
     RuntimeStateError,
+    StreamTypeError,
     TensorError,
     UnsupportedError,
 )
@@ -59,6 +62,10 @@ from nxrt_cuda.runtime import CudaRuntime
 from nxrt_cuda.stats import RuntimeStats, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
 from nxrt_cuda.trace import Trace
+
+if TYPE_CHECKING:
+    from nxrt_cuda.ahead_of_time import Precompiled, PrecompileReport, precompile
+    from nxrt_cuda.engine import BucketReport, Engine, EngineReport, NodeReport
 
 __all__ = [
     "BucketReport",
@@ -98,6 +105,7 @@ __all__ = [
     "PreparedLaunch",
     "RuntimeStateError",
     "RuntimeStats",
+    "StreamTypeError",
     "TensorError",
     "TensorMetadata",
     "TensorMut",
@@ -126,3 +134,25 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_LATER = {
+    "BucketReport": "nxrt_cuda.engine",
+    "Engine": "nxrt_cuda.engine",
+    "EngineReport": "nxrt_cuda.engine",
+    "NodeReport": "nxrt_cuda.engine",
+    "PrecompileReport": "nxrt_cuda.ahead_of_time",
+    "Precompiled": "nxrt_cuda.ahead_of_time",
+    "precompile": "nxrt_cuda.ahead_of_time",
+}
+"""Where the names are that are imported when they are first asked for."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(_import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -205,7 +205,8 @@ class _Gate:
                 turn.passing = False
 
     Whoever comes next takes the lock, begins a turn, and waits until nobody passes in the one before; who passes looks
-    whether the turn is still the same. One of the two sees the other, and an interrupt finds no gap in between.
+    whether the turn is still the same. One of the two sees the other, and an interrupt finds no gap in between. Who
+    passes must not take the lock: the one who has it may be waiting for that very passage to end.
     Nothing else is asked on the short way: it is closed while anything is in the way of a bare driver call.
 
     Attributes:

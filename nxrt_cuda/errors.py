@@ -18,6 +18,7 @@
     ├── TensorError              an array cannot become, or leave, a device tensor
     ├── EngineError              an engine's nodes do not fit together, or a call does not fit its inputs
     └── RuntimeStateError        the runtime is closed, forked or not on this thread
+        └── StreamTypeError      what was given as a stream is none (a TypeError too)
 
 A message says what happened, why, and what to do. A call that raises has changed nothing: tensors,
 workspaces, graphs and counters are as they were. Two failures of the driver itself cannot keep that: an
@@ -41,6 +42,7 @@ __all__ = [
     "NxrtError",
     "OutOfMemoryError",
     "RuntimeStateError",
+    "StreamTypeError",
     "TensorError",
     "UnsupportedError",
 ]
@@ -180,6 +182,10 @@ class EngineError(NxrtError):
 
 class RuntimeStateError(NxrtError):
     """The runtime is closed, was inherited through ``fork``, or is used in the wrong order."""
+
+
+class StreamTypeError(RuntimeStateError, TypeError):
+    """What was given as a stream is none."""
 
 
 def _restore(kind: type[NxrtError], args: tuple[object, ...], state: dict[str, object]) -> NxrtError:

@@ -16,7 +16,7 @@ import numpy as np
 
 from nxrt_cuda import dlpack
 from nxrt_cuda.dtype import bfloat16, data_type
-from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, RuntimeStateError, TensorError
+from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, StreamTypeError, TensorError
 from nxrt_cuda.memory import DeviceMemory, ForeignMemory
 from nxrt_cuda.streams import Streams
 from nxrt_cuda.tensor import MemoryOwner, TensorMetadata, TensorMut, TensorView
@@ -47,18 +47,21 @@ def stream_handle(stream: Any) -> int | None:
     """The handle of a stream given as an int or as another library's stream object.
 
     Raises:
-        RuntimeStateError: it is neither.
+        StreamTypeError: it is neither.
     """
     if stream is None or isinstance(stream, int):
         return stream
     if hasattr(stream, "__cuda_stream__"):
         _, handle = stream.__cuda_stream__()
         return int(handle)
-    for attribute in ("cuda_stream", "ptr"):
-        if hasattr(stream, attribute):
-            return int(getattr(stream, attribute))
-    raise RuntimeStateError(
-        f"stream must be a handle or an object with __cuda_stream__, cuda_stream or ptr, got {type(stream).__name__}"
+    if hasattr(stream, "cuda_stream"):
+        return int(stream.cuda_stream)
+    # Memory and events have a ``ptr`` as well, which is no stream's handle.
+    if hasattr(stream, "ptr") and hasattr(stream, "wait_event"):
+        return int(stream.ptr)
+    raise StreamTypeError(
+        "stream must be a handle (an int), or an object with __cuda_stream__, with cuda_stream (PyTorch), or with ptr "
+        f"and wait_event (CuPy); got {stream!r}"
     )
 
 

@@ -14,12 +14,15 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from nxrt_cuda.compile import Compiler, Image
 from nxrt_cuda.driver.base import Driver, ParamInfo
 from nxrt_cuda.errors import DriverError, LaunchError
 from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.stats import StatsTable
+
+if TYPE_CHECKING:
+    from nxrt_cuda.compile import Compiler, Image
 
 __all__ = ["LoadedFunction", "LoadedModule", "ModuleCache", "ModuleStats"]
 

@@ -35,16 +35,16 @@ from nxrt_cuda.errors import (
     GraphError,
     LaunchError,
     NxrtError,
-    RuntimeStateError,
+    StreamTypeError,
     TensorError,
 )
 from nxrt_cuda.fork import Fork, open_fork
 from nxrt_cuda.graph import CapturedGraph, GraphRecorder, GraphSlot
-from nxrt_cuda.last_execution import LastExecution
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch, TensorMap
 from nxrt_cuda.memory import Allocation, DeviceMemory, pool_limit_from_environment
 from nxrt_cuda.modules import LoadedFunction, ModuleCache
 from nxrt_cuda.segment import CopyWork, FillWork, LaunchWork
+from nxrt_cuda.short_way import ShortWay
 from nxrt_cuda.stats import RuntimeCounters, RuntimeStats
 from nxrt_cuda.streams import Streams
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView, as_metadata
@@ -212,14 +212,17 @@ class CudaRuntime:
     def wait_for_stream(self, stream: Any) -> None:
         """Make compute work enqueued from now on wait for what is queued on another library's stream.
 
+        Args:
+            stream: a handle, or an object with ``__cuda_stream__``, ``cuda_stream`` (PyTorch) or ``ptr`` (CuPy).
+
         Raises:
-            RuntimeStateError: ``stream`` is no stream.
+            StreamTypeError: ``stream`` is no stream.
             CaptureError: the runtime is capturing.
             DriverError: the driver does not know the handle.
         """
         handle = interop.stream_handle(stream)
         if handle is None:
-            raise RuntimeStateError("wait_for_stream needs a stream")
+            raise StreamTypeError("wait_for_stream needs a stream, got None")
         with self._session.driving("wait_for_stream"):
             self._streams.fence(handle, self._streams.current)
 
@@ -316,8 +319,8 @@ class CudaRuntime:
         through ``numpy.asarray`` and is copied in stream order, its bytes taken before the call returns.
 
         Raises:
-            TensorError: the dtype is not supported, the memory is on another device, or ``array`` is a tensor of
-                this package that needs a copy to be used here, which is never made unasked.
+            TensorError: the dtype is not supported, device memory is on another device or does not align the dtype, or
+                ``array`` is a tensor of this package that needs a copy to be used here, which is never made unasked.
             CaptureError: the runtime is capturing.
         """
         if isinstance(array, TensorView) and (array.runtime is self or not interop.is_device_array(array)):
@@ -778,9 +781,9 @@ class CudaRuntime:
         """
         return self._session.lock
 
-    def last_execution(self) -> LastExecution[Any]:
-        """What a kernel object remembers its latest execution with, to make it again at less cost."""
-        return LastExecution(self._session, self._counters)
+    def short_way(self) -> ShortWay[Any]:
+        """How a kernel object makes launches that it has made before, at less cost than by :meth:`launch`."""
+        return ShortWay(self._session, self._counters)
 
     def check_again(self) -> None:
         """Memory is not to be used any more: who found its views usable asks anew. The caller holds the runtime."""

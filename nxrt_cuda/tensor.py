@@ -149,6 +149,11 @@ class TensorView:
         self.end = ptr + metadata.span_bytes
         if metadata.reach[0] < 0:
             raise TensorError(f"strides {metadata.strides} of shape {metadata.shape} reach before the tensor")
+        if metadata.elements and ptr % metadata.dtype.itemsize:
+            raise TensorError(
+                f"a {metadata.dtype} tensor at 0x{ptr:x} is misaligned; its elements begin at multiples of "
+                f"{metadata.dtype.itemsize} bytes"
+            )
         if metadata.elements and ptr < owner.ptr:
             raise TensorError(f"a tensor at 0x{ptr:x} begins before its memory at 0x{owner.ptr:x}")
         if metadata.elements and self.end > owner.ptr + owner.nbytes:

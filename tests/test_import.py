@@ -31,6 +31,17 @@ def test_importing_loads_no_cuda() -> None:
     assert loaded.split("\n") == ["[]", "[]"]
 
 
+def test_importing_loads_neither_the_engine_nor_the_compiler() -> None:
+    """They are half of the package; the names that lead there are found all the same."""
+    loaded = _python(
+        "import sys, nxrt_cuda as nx\n"
+        "rooms = ('nxrt_cuda.engine', 'nxrt_cuda.ahead_of_time', 'nxrt_cuda.compile', 'nxrt_cuda.program_cache')\n"
+        "print([room for room in rooms if room in sys.modules])\n"
+        "print(nx.Engine.__name__, nx.precompile.__name__)"
+    )
+    assert loaded.split("\n") == ["[]", "Engine precompile"]
+
+
 def test_a_host_runtime_loads_no_cuda() -> None:
     """Nor does opening and using the host driver."""
     loaded = _python(

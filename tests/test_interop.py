@@ -169,6 +169,14 @@ def test_scalars_and_empty_arrays_are_imported(
     np.testing.assert_array_equal(mine.numpy(), np.zeros(shape))
 
 
+def test_memory_that_does_not_align_its_elements_is_refused(gpu: nx.CudaRuntime, torchlike: nx.CudaRuntime) -> None:
+    """As a library may have it that lets bytes be looked at as anything."""
+    theirs = torchlike.zeros((5,), nx.float32)
+    begin = theirs.ptr + 2
+    with pytest.raises(nx.TensorError, match=f"a Float32 tensor at 0x{begin:x} is misaligned"):
+        gpu.from_array(cuda_array(theirs, data=(begin, False), shape=(4,)))
+
+
 def test_bfloat16_goes_through_dlpack(gpu: nx.CudaRuntime, torchlike: nx.CudaRuntime) -> None:
     theirs = torchlike.zeros((4,), nx.bfloat16)
     assert gpu.from_array(theirs).dtype is nx.bfloat16
@@ -657,14 +665,22 @@ class CudaStream:
         (77, 77),
         (CudaStream(), 77),
         (SimpleNamespace(cuda_stream=77), 77),
-        (SimpleNamespace(ptr=77), 77),
+        (SimpleNamespace(ptr=77, wait_event=None), 77),
     ],
 )
 def test_streams_come_in_several_forms(stream: Any, handle: int | None) -> None:
     assert interop.stream_handle(stream) == handle
 
 
-@pytest.mark.parametrize("stream", ["77", 7.0, object()])
+@pytest.mark.parametrize("stream", ["77", 7.0, object(), SimpleNamespace(ptr=77)])
 def test_what_is_no_stream_is_refused(stream: Any) -> None:
-    with pytest.raises(nx.RuntimeStateError, match="stream must be a handle or an object with __cuda_stream__, "):
+    with pytest.raises(TypeError, match=r"stream must be a handle \(an int\), or an object with __cuda_stream__, "):
         interop.stream_handle(stream)
+
+
+def test_the_address_of_a_tensor_is_no_stream(rt: nx.CudaRuntime) -> None:
+    """Both have a ``ptr``, tensors and CuPy's streams, and so does memory itself."""
+    x = rt.zeros((4,), nx.float32)
+    for memory in (x, x.owner):
+        with pytest.raises(nx.StreamTypeError, match=r"stream must be a handle .*; got "):
+            rt.wait_for_stream(memory)

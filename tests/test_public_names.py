@@ -51,10 +51,14 @@ def public_definitions(module: ModuleType) -> list[str]:
 
 def test_the_package_exports_its_names_and_nothing_else() -> None:
     exported = set(nx.__all__)
-    public = {
-        name for name, value in vars(nx).items() if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
-    assert exported - {"__version__"} == public
+    assert exported <= set(dir(nx))
+    public = {name for name in dir(nx) if not name.startswith("_") and not isinstance(getattr(nx, name), ModuleType)}
+    assert exported - {"__version__"} == public - {"TYPE_CHECKING"}
+
+
+def test_what_the_package_has_not_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'nxrt_cuda' has no attribute 'Kernels'"):
+        nx.Kernels  # noqa: B018
 
 
 def test_every_exported_name_is_exported_by_the_module_that_defines_it() -> None:

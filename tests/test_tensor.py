@@ -239,6 +239,20 @@ def test_a_view_before_the_start_of_its_memory_is_refused(rt: nx.CudaRuntime) ->
         nx.TensorView(owner.ptr - 4, nx.TensorMetadata(nx.float32, (4,)), owner)
 
 
+def test_a_view_whose_memory_does_not_align_its_elements_is_refused(rt: nx.CudaRuntime) -> None:
+    """A kernel that reads there ends the context. Memory of bytes has any address, and an empty tensor none."""
+    owner = rt.alloc_graph_stable(64)
+    for dtype in (nx.float16, nx.float32, nx.int64):
+        begin = owner.ptr + dtype.itemsize // 2
+        message = f"a {dtype} tensor at 0x{begin:x} is misaligned; its elements begin at multiples of {dtype.itemsize} "
+        for kind in (nx.TensorView, nx.TensorMut):
+            with pytest.raises(nx.TensorError, match=message):
+                kind(begin, nx.TensorMetadata(dtype, (4,)), owner)
+        kind(begin, nx.TensorMetadata(dtype, (0,)), owner)
+        kind(owner.ptr + dtype.itemsize, nx.TensorMetadata(dtype, (4,)), owner)
+    nx.TensorView(owner.ptr + 1, nx.TensorMetadata(nx.uint8, (4,)), owner)
+
+
 def test_strided_and_broadcast_views_are_read_element_by_element(rt: nx.CudaRuntime) -> None:
     source = np.arange(12, dtype=np.float32)
     owner = rt.from_array(source).owner

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -332,15 +333,17 @@ def short_ways(rt: nx.CudaRuntime) -> dict[str, Callable[[], None]]:
     operands = [rt.zeros((1, 1, 2, 8), nx.float32) for _ in range(3)]
     kernel.execute(operands, [out])
     kernel.execute(operands, [out])
+    outputs = cycle([rt.zeros((1, 1, 2, 8), nx.float32) for _ in range(2)])
     rt.launch(launch)
     return {
         "launch": partial(rt.launch, launch),
         "replay": graph.replay,
         "execute": partial(kernel.execute, operands, [out]),
+        "execute on others": lambda: kernel.execute(operands, [next(outputs)]),
     }
 
 
-@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+@pytest.mark.parametrize("what", ["launch", "replay", "execute", "execute on others"])
 def test_whoever_comes_in_waits_for_the_call_on_the_short_way(
     rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -370,7 +373,7 @@ def test_whoever_comes_in_waits_for_the_call_on_the_short_way(
     assert (done.launches, done.graph_replays) == ((0, 1) if what == "replay" else (1, 0))
 
 
-@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+@pytest.mark.parametrize("what", ["launch", "replay", "execute", "execute on others"])
 def test_the_short_way_is_of_the_thread_that_was_in_last(rt: nx.CudaRuntime, what: str) -> None:
     """Another goes the long way once, and is then the owner; what is counted is what was called."""
     call = short_ways(rt)[what]
@@ -386,7 +389,7 @@ def test_the_short_way_is_of_the_thread_that_was_in_last(rt: nx.CudaRuntime, wha
     assert done.launches + done.graph_replays == 9
 
 
-@pytest.mark.parametrize("what", ["launch", "replay", "execute"])
+@pytest.mark.parametrize("what", ["launch", "replay", "execute", "execute on others"])
 def test_a_thread_that_captures_has_no_short_way_on_another_runtime(rt: nx.CudaRuntime, what: str) -> None:
     """Its calls there are refused as by the long way, and work again afterwards; other threads keep theirs."""
     call = short_ways(rt)[what]

@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nxrt_cuda.architecture import own_arch
 from nxrt_cuda.capture import DeviceGraphResource
@@ -73,7 +73,6 @@ from nxrt_cuda.ops.attention_variants import (
     kernel_specs,
     launch_arguments,
     launch_config,
-    lowest_bit,
 )
 from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
 from nxrt_cuda.ops.operands import check_memory
@@ -151,16 +150,18 @@ def _stats(ledger: LaunchLedger[VariantChoice]) -> AttentionLaunchStats:
     return stats if choice is None else replace(stats, variant=choice.variant.value, reason=choice.reason)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
     """What is settled for operands of one layout: the launch but for its addresses, and how often it was made.
 
-    ``maps`` are the tensor maps among its arguments, each with the position of the operand that it describes.
+    ``maps`` are the tensor maps among its arguments, each with the position of the operand that it describes;
+    ``launches`` are as :class:`~nxrt_cuda.short_way.PlannedLaunches` has them.
     """
 
     tally: Tally[VariantChoice]
     prepared: PreparedLaunch | None
     maps: tuple[tuple[PlacedMap, int], ...] = ()
+    launches: tuple[PreparedLaunch, ...] = ()
 
 
 class AttentionKernel(OperatorKernel[VariantChoice]):
@@ -183,7 +184,7 @@ class AttentionKernel(OperatorKernel[VariantChoice]):
     ) -> Tally[VariantChoice]:
         runtime = self._runtime
         with runtime.exclusive():
-            plan, counters = self._bind(inputs, outputs, operands)
+            plan, counters = self._bind(operands, len(outputs))
             if plan.prepared is not None:
                 runtime.launch(plan.prepared, operands)
                 if not runtime.is_capturing():
@@ -192,48 +193,54 @@ class AttentionKernel(OperatorKernel[VariantChoice]):
                         self._workspace.publish(counters)
                 elif counters is not None:
                     runtime.retain(self._workspace.device_graph_resources())
-                self._last.remember(operands, (plan.prepared,), plan.tally)
+                plan.launches = (plan.prepared,)
+                self._short_way.remember(operands, plan)
             plan.tally.executions += 1
             return plan.tally
 
-    def _bind(
-        self,
-        inputs: Sequence[TensorView | None],
-        outputs: Sequence[TensorMut],
-        operands: list[TensorView | None],
-    ) -> tuple[_Plan, WorkspaceSlot | None]:
-        """Check the operands, and write their addresses into the launch for their layout."""
+    def _rebind(self, operands: list[TensorView | None]) -> _Plan | None:
+        given = len(operands) - 1
+        layout, addresses = _layout(operands, given)
+        plan = self._plans.find(layout)
+        if plan is None or not plan.launches:
+            return None
+        check_memory(self._attributes.op, self._runtime, _OPERAND_NAMES[given], operands)
+        # An execution that went through has left the counters.
+        self._write(plan, addresses, self._workspace.ptr)
+        return plan
+
+    def _bind(self, operands: list[TensorView | None], outputs: int) -> tuple[_Plan, WorkspaceSlot | None]:
+        """The plan for the operands, made if there is none, bound to them and to the counters if it draws tiles."""
         op = self._attributes.op
-        if len(outputs) != 1:
-            raise KernelError(op, f"expected 1 output, got {len(outputs)}")
-        given = len(inputs)
-        metadata = [None if view is None else view.metadata for view in operands]
-        addresses = [0 if view is None else view.ptr for view in operands]
-        addresses[given:given] = _NO_ADDRESSES[given:]
-        bits = ACCESS_BYTES | addresses[0] | addresses[1] | addresses[2] | addresses[-1]
-        mask_bits = ACCESS_BYTES | addresses[3]
-        layout = (bits & -bits, mask_bits & -mask_bits, *metadata)
+        if outputs != 1:
+            raise KernelError(op, f"expected 1 output, got {outputs}")
+        given = len(operands) - 1
+        layout, addresses = _layout(operands, given)
         plan = self._plans.find(layout)
         if plan is None:
+            alignment, mask_alignment, *metadata = layout
             all_inputs = [*metadata[:given], *_ABSENT[given:]]
             geometry = AttentionGeometry.resolve(self._attributes, all_inputs, metadata[-1])
-        check_memory(op, self._runtime, _OPERAND_NAMES[given], operands, given)
+        check_memory(op, self._runtime, _OPERAND_NAMES[given], operands)
         if plan is None:
-            alignment, mask_alignment = lowest_bit(bits), lowest_bit(mask_bits)
-            plan = self._plan(outputs[0].dtype, geometry, alignment, mask_alignment, addresses)
+            plan = self._plan(metadata[-1].dtype, geometry, alignment, mask_alignment, addresses)
             self._plans.keep(layout, plan)
-        counters = None
-        if plan.prepared is not None:
-            addresses.append(self._capture_error_ptr)
-            if plan.maps:
-                counters = self._counters()
-                self._counter = (self._counter + 1) % _COUNTERS
-                addresses.append(counters.ptr + self._counter * uint32.itemsize)
-            self._last.forget()
-            plan.prepared.bind(*addresses)
-            for tensor_map, operand in plan.maps:
-                tensor_map.move(addresses[operand])
+        counters = self._counters() if plan.maps else None
+        self._short_way.forget()
+        self._write(plan, addresses, 0 if counters is None else counters.ptr)
         return plan, counters
+
+    def _write(self, plan: _Plan, addresses: list[int], counters: int) -> None:
+        """Renew the addresses in the launch of ``plan``, if it has one: of the operands, and of a tile counter."""
+        if plan.prepared is None:
+            return
+        addresses.append(self._capture_error_ptr)
+        if plan.maps:
+            self._counter = (self._counter + 1) % _COUNTERS
+            addresses.append(counters + self._counter * uint32.itemsize)
+        plan.prepared.bind(*addresses)
+        for tensor_map, operand in plan.maps:
+            tensor_map.move(addresses[operand])
 
     def _counters(self) -> WorkspaceSlot:
         """The tile counters: zero before the first launch, and after every one."""
@@ -343,6 +350,20 @@ class AttentionFactory(KernelFactory):
             for position, (name, metadata) in enumerate(zip(INPUT_NAMES, inputs, strict=False))
             if metadata is not None and (name != "attn_mask" or len(metadata.shape) == 4)
         )
+
+
+def _layout(operands: Sequence[TensorView | None], given: int) -> tuple[tuple[Any, ...], list[int]]:
+    """What the plan for ``operands``, so many inputs and one output, depends on; and where all of them begin.
+
+    The former is the alignment of what a kernel reads and writes by wide accesses, that of the mask, and the metadata
+    of every operand. The latter has 0 for inputs that are absent or not given.
+    """
+    addresses = [0 if view is None else view.ptr for view in operands]
+    addresses[given:given] = _NO_ADDRESSES[given:]
+    bits = ACCESS_BYTES | addresses[0] | addresses[1] | addresses[2] | addresses[-1]
+    mask_bits = ACCESS_BYTES | addresses[3]
+    metadata = [None if view is None else view.metadata for view in operands]
+    return (bits & -bits, mask_bits & -mask_bits, *metadata), addresses
 
 
 def unsupported_reason(

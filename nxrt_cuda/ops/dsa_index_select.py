@@ -177,7 +177,7 @@ def _read_attributes(node: Node) -> Attributes:
     return attributes
 
 
-_PlanKey = tuple[bool, tuple[TensorMetadata, ...]]
+_Layout = tuple[bool, TensorMetadata, TensorMetadata, TensorMetadata, TensorMetadata, TensorMetadata]
 """Whether query and key allow the widest access, and the metadata of inputs and output."""
 
 
@@ -190,7 +190,7 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         self._options = options
         self._max_grid_x = max_grid_x
         self._workspace = Workspace(runtime, OP, _process_workspaces)
-        self._plans: PlanCache[_PlanKey, Plan] = PlanCache()
+        self._plans: PlanCache[_Layout, Plan] = PlanCache()
         self._counters: TensorMut | None = None
         self._warmed = False
 
@@ -202,7 +202,7 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
     ) -> Tally[DsaChoice]:
         runtime = self._runtime
         with runtime.exclusive():
-            plan, slot = self._bind(inputs, outputs)
+            plan, slot = self._bind(operands, len(outputs))
             for launch, touched in plan.steps:
                 runtime.launch(launch, operands[touched])
             if runtime.is_capturing():
@@ -210,27 +210,37 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
             else:
                 self._workspace.publish(slot)
                 self._warmed = True
-            if plan.repeatable:
-                self._last.remember(operands, plan.repeatable, plan.tally)
+            plan.open_short_way()
+            if plan.launches:
+                self._short_way.remember(operands, plan)
             plan.tally.executions += 1
             return plan.tally
 
-    def _bind(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[Plan, WorkspaceSlot]:
-        """Check the operands, and write their addresses into the launches for their layout."""
-        operands = _all_operands(inputs, outputs)
-        check_memory(OP, self._runtime, _OPERAND_NAMES, operands, _OUTPUT)
-        query, key, weights, bias, out = operands
-        aligned = (query.ptr | key.ptr) % ACCESS_BYTES == 0
-        layout = aligned, (query.metadata, key.metadata, weights.metadata, bias.metadata, out.metadata)
+    def _rebind(self, operands: list[TensorView | None]) -> Plan | None:
+        query, key, weights, bias, out = _all_present(operands, 1)
+        check_memory(OP, self._runtime, _OPERAND_NAMES, operands)
+        plan = self._plans.find(_layout(query, key, weights, bias, out))
+        if plan is None or not plan.launches:
+            return None
+        # An execution that went through has left a workspace that is large enough.
+        plan.bind(self._workspace.ptr, query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr)
+        return plan
+
+    def _bind(self, operands: list[TensorView | None], outputs: int) -> tuple[Plan, WorkspaceSlot]:
+        """The plan for the operands, made if there is none, bound to them and to a workspace."""
+        query, key, weights, bias, out = _all_present(operands, outputs)
+        check_memory(OP, self._runtime, _OPERAND_NAMES, operands)
+        layout = _layout(query, key, weights, bias, out)
         plan = self._plans.find(layout)
         if plan is None:
-            plan = self._plan(self._check_metadata(layout[1]), query.dtype, aligned)
+            aligned, *metadata = layout
+            plan = self._plan(self._check_metadata(metadata), query.dtype, aligned)
             slot = self._workspace.candidate(plan.nbytes)
             plan.tally = self._ledger.open(plan.choice, plan.score_grids, plan.selection_grids)
             self._plans.keep(layout, plan)
         else:
             slot = self._workspace.candidate(plan.nbytes)
-        self._last.forget()
+        self._short_way.forget()
         plan.bind(slot.ptr, query.ptr, key.ptr, weights.ptr, bias.ptr, out.ptr)
         return plan, slot
 
@@ -278,7 +288,7 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         """The variant that served the last execution, and why; None before the first."""
         return None if self._ledger.last is None else self._ledger.last.choice
 
-    def _check_metadata(self, metadata: tuple[TensorMetadata, ...]) -> Dims:
+    def _check_metadata(self, metadata: Sequence[TensorMetadata]) -> Dims:
         *inputs, output = metadata
         query = inputs[0].dtype
         if query not in ELEMENT_TYPES:
@@ -408,22 +418,32 @@ def unsupported_reason(
     return None
 
 
-def _all_operands(inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> tuple[TensorView, ...]:
-    if len(inputs) != len(INPUT_NAMES):
-        raise KernelError(OP, f"expected 4 inputs, got {len(inputs)}")
-    if len(outputs) != 1:
-        raise KernelError(OP, f"expected 1 output, got {len(outputs)}")
-    query, key, weights, bias = inputs
-    if query is None or key is None or weights is None or bias is None:
-        index = list(inputs).index(None)
-        name = INPUT_NAMES[index]
-        raise KernelError(OP, f"required input {index} ('{name}') is absent", operand=name)
-    return query, key, weights, bias, outputs[0]
+def _all_present(
+    operands: Sequence[TensorView | None], outputs: int
+) -> tuple[TensorView, TensorView, TensorView, TensorView, TensorView]:
+    """``operands``, so many outputs behind the inputs, if they are what the operator takes."""
+    if len(operands) - outputs != len(INPUT_NAMES):
+        raise KernelError(OP, f"expected 4 inputs, got {len(operands) - outputs}")
+    if outputs != 1:
+        raise KernelError(OP, f"expected 1 output, got {outputs}")
+    query, key, weights, bias, out = operands
+    if query is None or key is None or weights is None or bias is None or out is None:
+        position = [view is None for view in operands].index(True)
+        raise KernelError(OP, f"required {_label(position)} is absent", operand=_OPERAND_NAMES[position])
+    return query, key, weights, bias, out
+
+
+def _layout(query: TensorView, key: TensorView, weights: TensorView, bias: TensorView, out: TensorView) -> _Layout:
+    aligned = (query.ptr | key.ptr) % ACCESS_BYTES == 0
+    return aligned, query.metadata, key.metadata, weights.metadata, bias.metadata, out.metadata
 
 
 def _operand_error(position: int, what: str) -> KernelError:
-    label = operand_label(_OPERAND_NAMES, _OUTPUT, position)
-    return KernelError(OP, f"{label} {what}", operand=_OPERAND_NAMES[position])
+    return KernelError(OP, f"{_label(position)} {what}", operand=_OPERAND_NAMES[position])
+
+
+def _label(position: int) -> str:
+    return operand_label(_OPERAND_NAMES, _OUTPUT, position)
 
 
 register("pkg.nxrt", OP, DsaIndexSelectFactory, unsupported_reason)

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -126,6 +125,7 @@ class Plan(ABC):
         choice: the variant, and why.
         nbytes: of the workspace.
         steps: what is launched, in order.
+        launches: the same for the short way; see :class:`~nxrt_cuda.short_way.PlannedLaunches`.
         score_grids, selection_grids: blocks of each launch of either kind that launches anything.
         tally: counts its executions; given to it by the kernel object that has made it.
     """
@@ -133,15 +133,15 @@ class Plan(ABC):
     choice: DsaChoice
     nbytes: int
     steps: tuple[Step, ...]
+    launches: tuple[PreparedLaunch, ...] = ()
     score_grids: tuple[int, ...]
     selection_grids: tuple[int, ...]
     tally: Tally[DsaChoice]
 
-    @cached_property
-    def repeatable(self) -> tuple[PreparedLaunch, ...]:
-        """The launches that do it again where no address has changed; none where one of them launches nothing."""
+    def open_short_way(self) -> None:
+        """The launches were made: from now on they may be made the short way, if each launches anything."""
         launches = tuple(step.launch for step in self.steps)
-        return () if any(launch.config.is_empty for launch in launches) else launches
+        self.launches = () if any(launch.config.is_empty for launch in launches) else launches
 
     @abstractmethod
     def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
@@ -171,8 +171,8 @@ class StrictPlan(Plan):
         max_grid_x: int,
     ) -> None:
         self.choice = choice
-        self._layout = layout
         self.nbytes = layout.nbytes
+        self._scores_offset, self._allowed_offset = layout.scores_offset, layout.allowed_offset
         tile = strict.choose_tile(dims)
         score = loaded(runtime, strict.score_spec(dtype, tile, dims.head_dim, aligned=aligned))
         select = loaded(runtime, strict.select_spec(dims))
@@ -196,7 +196,7 @@ class StrictPlan(Plan):
         self.selection_grids = _grids(self._select)
 
     def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
-        scores, allowed = workspace + self._layout.scores_offset, workspace + self._layout.allowed_offset
+        scores, allowed = workspace + self._scores_offset, workspace + self._allowed_offset
         self._score.bind(query, key, weights, bias, scores, allowed)
         self._select.bind(scores, allowed, out)
 

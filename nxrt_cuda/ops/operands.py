@@ -20,44 +20,46 @@ def operand_label(names: Sequence[str], inputs: int, position: int) -> str:
     return f"{kind} {index} ('{names[position]}')"
 
 
-def check_memory(
-    op: str, runtime: CudaRuntime, names: Sequence[str], operands: Sequence[TensorView | None], inputs: int
-) -> None:
-    """Refuse operands whose memory a launch must not touch: the first ``inputs`` are read, the others written.
+def check_memory(op: str, runtime: CudaRuntime, names: Sequence[str], operands: Sequence[TensorView | None]) -> None:
+    """Refuse operands whose memory a launch must not touch: the last one is written, the others are read.
 
     Raises:
-        KernelError: memory is freed, belongs to another runtime, or does not align the element type; or an
-            output is read-only, or overlaps an input.
+        KernelError: memory is freed, or belongs to another runtime; or the output is read-only, or overlaps an input.
     """
+    output = operands[-1]
+    if not isinstance(output, TensorMut):
+        raise _refused(op, names, len(names) - 1, f"is read-only; an output is a TensorMut, got {output!r}")
+    begin, end = output.ptr, output.end
+    # Every execution goes through here, so that each operand is looked at once.
+    meetings = 0
     for view in operands:
         if view is None:
             continue
-        if view.owner.usable_in is not runtime or view.ptr % view.metadata.dtype.itemsize:
-            raise _refused(op, names, inputs, _position(view, operands), _why_not(view, runtime))
-    for output in operands[inputs:]:
-        if not isinstance(output, TensorMut):
-            what = f"is read-only; an output is a TensorMut, got {output!r}"
-            raise _refused(op, names, inputs, _position(output, operands, inputs), what)
-        begin, end = output.ptr, output.end
-        for view in operands[:inputs]:
-            if view is not None and view.ptr < end and begin < view.end:
-                what = f"overlaps {operand_label(names, inputs, _position(view, operands))}: {output!r} and {view!r}"
-                raise _refused(op, names, inputs, _position(output, operands, inputs), what)
+        if view.owner.usable_in is not runtime:
+            raise _refused(op, names, _position(view, operands), _why_not(view, runtime))
+        if view.ptr < end and begin < view.end:
+            meetings += 1
+    if meetings > 1 and begin < end:  # the output meets itself, and if it is empty, nobody
+        position = next(
+            position
+            for position, view in enumerate(operands)
+            if view is not None and view.ptr < end and begin < view.end
+        )
+        label = operand_label(names, len(names) - 1, position)
+        raise _refused(op, names, len(names) - 1, f"overlaps {label}: {output!r} and {operands[position]!r}")
 
 
 def _why_not(view: TensorView, runtime: CudaRuntime) -> str:
     """What is wrong with the memory of one operand by itself."""
     if view.owner.runtime is not runtime:
         return f"belongs to another runtime, not to the kernel's: {view!r}"
-    if view.owner.is_freed:
-        return f"was {view.owner.fate}: {view!r}"
-    return f"at 0x{view.ptr:x} is misaligned; {view.dtype} is aligned to {view.dtype.itemsize} bytes"
+    return f"was {view.owner.fate}: {view!r}"
 
 
-def _refused(op: str, names: Sequence[str], inputs: int, position: int, what: str) -> KernelError:
-    return KernelError(op, f"{operand_label(names, inputs, position)} {what}", operand=names[position])
+def _refused(op: str, names: Sequence[str], position: int, what: str) -> KernelError:
+    return KernelError(op, f"{operand_label(names, len(names) - 1, position)} {what}", operand=names[position])
 
 
-def _position(view: TensorView | None, operands: Sequence[TensorView | None], start: int = 0) -> int:
-    """The first place of the object ``view``, from ``start`` on. A message needs it, no check does."""
-    return next(position for position in range(start, len(operands)) if operands[position] is view)
+def _position(view: TensorView, operands: Sequence[TensorView | None]) -> int:
+    """The first place of the object ``view``. A message needs it, no check does."""
+    return next(position for position, operand in enumerate(operands) if operand is view)

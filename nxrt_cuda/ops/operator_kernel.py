@@ -12,9 +12,9 @@ from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
 from nxrt_cuda.tensor import TensorMut, TensorView
 
 if TYPE_CHECKING:
-    from nxrt_cuda.last_execution import LastExecution
     from nxrt_cuda.modules import LoadedFunction
     from nxrt_cuda.runtime import CudaRuntime
+    from nxrt_cuda.short_way import PlannedLaunches, ShortWay
 
 __all__ = ["OperatorKernel", "loaded"]
 
@@ -51,7 +51,7 @@ class OperatorKernel(Kernel, Generic[Choice]):
         self._runtime = runtime
         self._process_ledger = process_ledger
         self._ledger = LaunchLedger(process_ledger.kinds, process_ledger)
-        self._last: LastExecution[Tally[Choice]] = runtime.last_execution()
+        self._short_way: ShortWay[Tally[Choice]] = runtime.short_way()
 
     def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
         """Enqueue the operator on the compute stream; the docstring of its module describes the operands.
@@ -63,7 +63,7 @@ class OperatorKernel(Kernel, Generic[Choice]):
             CompileError: a kernel does not compile.
         """
         operands = [*inputs, *outputs]
-        tally = self._last.again(operands) if len(outputs) == 1 else None
+        tally = self._short_way.execute(operands, self._rebind) if len(outputs) == 1 else None
         if tally is None:
             functions = []  # the module cache alone need not keep what nothing refers to yet
             while True:
@@ -78,13 +78,21 @@ class OperatorKernel(Kernel, Generic[Choice]):
             self._ledger.executed(tally)
 
     @abstractmethod
+    def _rebind(self, operands: list[TensorView | None]) -> PlannedLaunches[Tally[Choice]] | None:
+        """Check ``operands``, one output behind the inputs, and write their addresses into the launches for them.
+
+        None where there are none of an earlier execution. Called on the short way: it takes no lock, and allocates
+        and launches nothing.
+        """
+
+    @abstractmethod
     def _execute(
         self,
         inputs: Sequence[TensorView | None],
         outputs: Sequence[TensorMut],
         operands: list[TensorView | None],
     ) -> Tally[Choice]:
-        """:meth:`execute` with other operands than the last time, which are the inputs, then the outputs.
+        """:meth:`execute` the long way; ``operands`` are the inputs, then the outputs.
 
         It asks :func:`loaded` for its kernels before it launches, counts or takes a workspace: where one is missing,
         all is done again.

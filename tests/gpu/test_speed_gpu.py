@@ -22,7 +22,7 @@ _EXECUTE_RATIO = 1.7
 """How many times the bare launches that it makes an execution on the same tensors may take."""
 
 _NEW_TENSORS_US = 12.0
-_NEW_TENSORS_RATIO = 5.0
+_NEW_TENSORS_RATIO = 3.0
 """Where bare launches alone take nearly as long, an execution on new tensors may take this many times theirs: it is
 some hundred lines of Python that look at every operand, and a slow host is slow at both."""
 
@@ -95,7 +95,7 @@ def bare_us(rt: nx.CudaRuntime, operator: Operator) -> float:
                 0,
             ),
         )
-        for launch in operator.kernel._last._launches
+        for launch in operator.kernel._short_way._plan.launches
     )
 
 

@@ -104,16 +104,6 @@ class Call:
         memory = self.rt.zeros((4 * B * H * SK * 16,), view.dtype)
         self.inputs[index] = nx.TensorMut(memory.ptr, nx.TensorMetadata(view.dtype, view.shape, strides), memory.owner)
 
-    def shift(self, index: int) -> None:
-        """Input ``index``, or the output, one byte further on."""
-        view = (*self.inputs, *self.outputs)[index]
-        memory = self.rt.zeros((view.nbytes + 1,), nx.uint8)
-        moved = nx.TensorMut(memory.ptr + 1, view.metadata, memory.owner)
-        if index < 6:
-            self.inputs[index] = moved
-        else:
-            self.outputs = [moved]
-
     def free(self, index: int) -> None:
         view = self.inputs[index]
         self.inputs[index] = self.rt.zeros(view.shape, view.dtype)
@@ -230,10 +220,6 @@ BAD_OPERANDS: list[tuple[str, Callable[[Call], object], str]] = [
         "output 0 ('output') must be contiguous; shape",
     ),
     # Memory.
-    ("misaligned query", lambda c: c.shift(0), "input 0 ('query') at 0x"),
-    ("misaligned mask", lambda c: c.shift(3), "input 3 ('attn_mask') at 0x"),
-    ("misaligned lengths", lambda c: c.shift(5), "input 5 ('past_lengths') at 0x"),
-    ("misaligned output", lambda c: c.shift(6), "output 0 ('output') at 0x"),
     ("freed value", lambda c: c.free(2), "input 2 ('value') was freed"),
     ("freed lengths", lambda c: c.free(4), "input 4 ('total_lengths') was freed"),
     (

@@ -258,15 +258,6 @@ def test_memory_of_another_runtime(rt: nx.CudaRuntime, case: DsaCase) -> None:
         refuses(rt, case, message, operand, lambda inputs, output: (replaced(inputs, 2, foreign), [output]))
 
 
-def test_misaligned_memory(rt: nx.CudaRuntime, case: DsaCase) -> None:
-    """An address that does not align the element type is refused, not rounded."""
-    memory = rt.zeros((B * S * T * 4 + 4,), nx.uint8)
-    odd = nx.TensorView(memory.ptr + 2, nx.TensorMetadata(nx.float32, SHAPES[3]), memory.owner)
-    name, operand = "input 3 ('attention_bias')", "attention_bias"
-    message = f"{name} at 0x{memory.ptr + 2:x} is misaligned; Float32 is aligned to 4 bytes"
-    refuses(rt, case, message, operand, lambda inputs, output: (replaced(inputs, 3, odd), [output]))
-
-
 def test_an_element_aligned_address_is_enough(rt: nx.CudaRuntime, case: DsaCase) -> None:
     """Tensors may start at any element of an allocation, and move there between calls."""
     kernel = nx.create_kernel(rt, case.node)

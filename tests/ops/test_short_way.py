@@ -1,9 +1,10 @@
-"""Executions with the operands of the one before take a short way; nothing else may."""
+"""Executions of a layout that was executed before take a short way, shorter with the operands of the one before."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,27 +21,102 @@ def attention_operands(rt: nx.CudaRuntime) -> tuple[list[np.ndarray], list[nx.Te
 
 
 def execute_twice(kernel: nx.Kernel, inputs: Sequence[nx.TensorView | None], outputs: Sequence[nx.TensorMut]) -> None:
-    """From now on, the same operands take the short way: once an output has come again, all operands are noted."""
+    """From now on, the same operands are known: once an output has come again, all operands are noted."""
     kernel.execute(inputs, outputs)
     kernel.execute(inputs, outputs)
 
 
-@pytest.mark.parametrize("op", ["Attention", "DsaIndexSelect"])
-def test_the_third_execution_checks_and_binds_nothing(
+def operands_of(op: str, rt: nx.CudaRuntime) -> tuple[nx.Kernel, list[Any], nx.TensorMut, int]:
+    """A kernel, inputs, an output, and how many launches an execution makes."""
+    if op == "Attention":
+        _, inputs, out = attention_operands(rt)
+        return nx.create_kernel(rt, nx.Node("Attention")), list(inputs), out, 1
+    case = dsa_cases.random_case(1, np.dtype(np.float32), q_seq=3, heads=2, head_dim=8, key_seq=20, top_k=5)
+    operands = dsa_cases.DsaOperands(rt, case)
+    return nx.create_kernel(rt, case.node), list(operands.inputs), operands.output, 2
+
+
+OPS = pytest.mark.parametrize("op", ["Attention", "DsaIndexSelect"])
+
+
+@OPS
+def test_new_tensors_of_a_layout_that_was_executed_launch_what_it_did(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Every one is computed from its own, without the long way."""
+    kernel, inputs, out, launches = operands_of(op, rt)
+    kernel.execute(inputs, [out])
+    expected = out.numpy()
+    monkeypatch.setattr(kernel, "_bind", None)
+    before = rt.stats()
+    for _ in range(3):
+        others = [rt.from_array(view.numpy()) for view in inputs]
+        result = rt.zeros(out.shape, out.dtype)
+        kernel.execute(others, [result])
+        np.testing.assert_array_equal(result.numpy(), expected)
+    assert rt.stats().since(before).launches == 3 * launches
+    assert kernel.launch_stats().executions == 4
+    with pytest.raises(TypeError, match="not callable"):
+        kernel.execute(inputs, [rt.empty((9,), out.dtype)])
+
+
+@OPS
+def test_the_short_way_checks_memory_as_the_long_one_does(rt: nx.CudaRuntime, op: str) -> None:
+    """Nothing is launched or counted, and what comes next is right."""
+    kernel, inputs, out, _ = operands_of(op, rt)
+    kernel.execute(inputs, [out])
+    expected = out.numpy()
+    freed = rt.from_array(inputs[1].numpy())
+    freed.free()
+    read_only = nx.TensorView(out.ptr, out.metadata, out.owner)
+    before = rt.stats()
+    with pytest.raises(nx.KernelError, match=r"input 1 \('key'\) was freed"):
+        kernel.execute([inputs[0], freed, *inputs[2:]], [out])
+    with pytest.raises(nx.KernelError, match=r"output 0 \('\w+'\) is read-only"):
+        kernel.execute(inputs, [read_only])  # type: ignore[list-item]
+    with nx.open_runtime("host") as elsewhere:
+        foreign = elsewhere.from_array(inputs[0].numpy())
+        with pytest.raises(nx.KernelError, match=r"input 0 \('query'\) belongs to another runtime"):
+            kernel.execute([foreign, *inputs[1:]], [out])
+    assert rt.stats().since(before).launches == 0
+    assert kernel.launch_stats().executions == 1
+    kernel.execute(inputs, [out])
+    np.testing.assert_array_equal(out.numpy(), expected)
+
+
+def test_an_output_that_is_an_input_too_is_refused_on_either_way(rt: nx.CudaRuntime) -> None:
+    _, inputs, out = attention_operands(rt)
+    kernel = nx.create_kernel(rt, nx.Node("Attention"))
+    for _ in range(2):
+        with pytest.raises(nx.KernelError, match=r"output 0 \('output'\) overlaps input 1 \('key'\)"):
+            kernel.execute(inputs, [inputs[1]])
+        kernel.execute(inputs, [out])
+
+
+@OPS
+def test_a_layout_whose_first_launches_failed_takes_the_long_way_again(rt: nx.CudaRuntime, op: str) -> None:
+    """Its launches were never all made ready."""
+    kernel, inputs, out, launches = operands_of(op, rt)
+    for failing in range(1, launches + 1):
+        with rt._driver.fail_call(failing, call="launch_kernel"), pytest.raises(nx.DriverError):
+            kernel.execute(inputs, [out])
+    before = rt.stats()
+    kernel.execute(inputs, [out])
+    kernel.execute(inputs, [out])
+    assert rt.stats().since(before).launches == 2 * launches
+    assert kernel.launch_stats().executions == 2
+
+
+@OPS
+def test_the_third_execution_on_the_same_tensors_checks_and_binds_nothing(
     rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     """And neither does any later one; it launches, counts and computes as the others did."""
-    if op == "Attention":
-        _, inputs, out = attention_operands(rt)
-        kernel, launches = nx.create_kernel(rt, nx.Node("Attention")), 1
-    else:
-        case = dsa_cases.random_case(1, np.dtype(np.float32), q_seq=3, heads=2, head_dim=8, key_seq=20, top_k=5)
-        operands = dsa_cases.DsaOperands(rt, case)
-        kernel, inputs, out, launches = nx.create_kernel(rt, case.node), operands.inputs, operands.output, 2
+    kernel, inputs, out, launches = operands_of(op, rt)
     execute_twice(kernel, inputs, [out])
     expected = out.numpy()
     rt.fill_zero(out)
-    monkeypatch.setattr(kernel, "_bind", None)
+    monkeypatch.setattr(kernel, "_rebind", None)
     before = rt.stats()
     for _ in range(3):
         kernel.execute(tuple(inputs), (out,))
