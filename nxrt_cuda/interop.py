@@ -8,6 +8,7 @@ ours. Neither blocks the host.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -174,27 +175,34 @@ def export_dlpack(
                 state="capturing",
             )
         streams.fence(streams.current, consumer)
-    pin = "a DLPack export"
-    owner = view.owner
-    capsule = dlpack.make_capsule(
+    return dlpack.make_capsule(
         view.ptr,
         device,
         view.metadata,
         read_only=not isinstance(view, TensorMut),
         versioned=max_version is not None and max_version[0] >= 1,
-        on_release=partial(_end_export, owner, pin, streams, consumer, later),
+        keep=_Export(view.owner, streams, consumer, later),
     )
-    owner.pins.append(pin)
-    return capsule
 
 
-def _end_export(
-    owner: MemoryOwner, pin: str, streams: Streams, consumer: int, later: Callable[[Callable[[], None]], None]
-) -> None:
-    """Called by finalisers, which may not call the driver: the fence is made later, before the memory is given back."""
-    if consumer not in (-1, _PER_THREAD_STREAM, streams.compute):
-        later(partial(_follow, streams, consumer))
-    owner.pins.remove(pin)
+class _Export:
+    """Keeps memory from being freed while a consumer has it."""
+
+    PIN = "a DLPack export"
+
+    def __init__(
+        self, owner: MemoryOwner, streams: Streams, consumer: int, later: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._owner, self._streams, self._consumer, self._later = owner, streams, consumer, later
+        owner.pins.append(self.PIN)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """A finaliser may not call the driver: the fence is made later, before the memory is given back."""
+        if is_finalizing():
+            return  # the runtime is closed by then, and what is called below may be gone
+        if self._consumer not in (-1, _PER_THREAD_STREAM, self._streams.compute):
+            self._later(partial(_follow, self._streams, self._consumer))
+        self._owner.pins.remove(self.PIN)
 
 
 def _follow(streams: Streams, consumer: int) -> None:
@@ -233,12 +241,8 @@ def export_host_copy(
         TensorMetadata(metadata.dtype, metadata.shape),
         read_only=False,
         versioned=max_version is not None and max_version[0] >= 1,
-        on_release=partial(_let_go, [array]),
+        keep=array,
     )
-
-
-def _let_go(held: list[Any]) -> None:
-    held.clear()
 
 
 def strided_copy(raw: np.ndarray, metadata: TensorMetadata) -> np.ndarray:
