@@ -30,6 +30,7 @@ from nxrt_cuda.context import Session
 from nxrt_cuda.dot import SegmentPicture, to_dot
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, ReadyCall
 from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, GraphError
+from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.rebind import HalfRebound, rebind
 from nxrt_cuda.segment import Node, Segment, Work
 from nxrt_cuda.stats import RuntimeCounters
@@ -57,13 +58,15 @@ class GraphSlot(Enum):
         raise GraphError(f"there is no graph slot {value!r}; there are {', '.join(map(str, cls))}")
 
 
-class CapturedGraph:
+class CapturedGraph(ProcessBound):
     """Recorded work that replays with one driver call a segment.
 
     Attributes:
         name: as error messages call it.
         replays: how many calls of :meth:`replay` and :meth:`replay_segment` have enqueued it.
     """
+
+    INSTEAD = "capture another"
 
     def __init__(self, name: str, session: Session, streams: Streams, counters: RuntimeCounters) -> None:
         self.name = name

@@ -17,6 +17,7 @@ from nxrt_cuda.capture import DeviceGraphResource
 from nxrt_cuda.dtype import DataType
 from nxrt_cuda.errors import UnsupportedError
 from nxrt_cuda.node import Node
+from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ class WorkspaceRequirement:
 WorkspaceRequirement.NONE = WorkspaceRequirement()
 
 
-class Kernel(ABC):
+class Kernel(ProcessBound, ABC):
     """One operator instance that can run on a runtime."""
+
+    INSTEAD = "a Node can; create_kernel() makes a kernel of it"
 
     @abstractmethod
     def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:

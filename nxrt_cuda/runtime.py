@@ -44,6 +44,7 @@ from nxrt_cuda.last_execution import LastExecution
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch, TensorMap
 from nxrt_cuda.memory import Allocation, DeviceMemory, pool_limit_from_environment
 from nxrt_cuda.modules import LoadedFunction, ModuleCache
+from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.segment import CopyWork, FillWork, LaunchWork
 from nxrt_cuda.stats import RuntimeCounters, RuntimeStats
 from nxrt_cuda.streams import Streams
@@ -63,13 +64,15 @@ __all__ = ["CudaRuntime"]
 logger = logging.getLogger("nxrt_cuda")
 
 
-class CudaRuntime:
+class CudaRuntime(ProcessBound):
     """Kernels, memory, copies and graphs of one device. Made by ``open_runtime``.
 
     Attributes:
         device: ``"cuda:0"`` or ``"host"``.
         capabilities: what the device allows.
     """
+
+    INSTEAD = "open another with open_runtime()"
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from nxrt_cuda.dtype import DataType, data_type
 from nxrt_cuda.errors import TensorError
+from nxrt_cuda.process_bound import ProcessBound
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,7 +131,7 @@ class TensorMetadata:
         return True
 
 
-class TensorView:
+class TensorView(ProcessBound):
     """A typed window on device memory.
 
     Attributes:
@@ -141,6 +142,8 @@ class TensorView:
     """
 
     __slots__ = ("__weakref__", "end", "metadata", "owner", "ptr")
+
+    INSTEAD = "numpy() gives the values, and the runtime's copy(target, source) copies on the device"
 
     def __init__(self, ptr: int, metadata: TensorMetadata, owner: MemoryOwner) -> None:
         self.ptr = ptr

@@ -15,6 +15,7 @@ from nxrt_cuda.engine.signature import Declaration, Signature, Sizes
 from nxrt_cuda.engine.wiring import refuse_unknown_operators, wire
 from nxrt_cuda.errors import CaptureError, EngineError, RuntimeStateError
 from nxrt_cuda.node import Node
+from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.tensor import TensorMut, TensorView
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-class Engine:
+class Engine(ProcessBound):
     """A list of nodes between named tensors, replayed as a graph.
 
     .. code-block:: python
@@ -220,6 +221,10 @@ class Engine:
             for sizes in list(self._buckets):
                 self._drop(sizes)
             self._bound = {}
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._steps)} node(s), {len(self._buckets)} bucket(s)"
+        return f"Engine({self.name!r}, {state})"
 
     def _bucket(self, sizes: Sizes) -> Bucket:
         """The bucket of ``sizes``, which becomes the most recently used."""

@@ -54,6 +54,10 @@ class OperatorKernel(Kernel, Generic[Choice]):
         self._ledger = LaunchLedger(process_ledger.kinds, process_ledger)
         self._last: LastExecution[Tally[Choice]] = runtime.last_execution()
 
+    def __repr__(self) -> str:
+        executions = self._ledger.totals()[0][0]
+        return f"{type(self).__name__}({self._runtime.device!r}, {executions} execution(s))"
+
     def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
         """Enqueue the operator on the compute stream; the docstring of its module describes the operands.
 
