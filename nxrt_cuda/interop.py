@@ -30,6 +30,7 @@ __all__ = [
     "dlpack_device",
     "export_dlpack",
     "export_host_copy",
+    "host_array",
     "import_array",
     "is_device_array",
     "stream_handle",
@@ -68,6 +69,20 @@ def is_device_array(array: Any) -> bool:
     if hasattr(array, "__dlpack_device__"):
         return int(array.__dlpack_device__()[0]) in (dlpack.CUDA, dlpack.CUDA_MANAGED)
     return hasattr(array, "__cuda_array_interface__")
+
+
+def host_array(values: Any) -> np.ndarray:
+    """What NumPy makes of ``values``.
+
+    Raises:
+        TensorError: NumPy makes no array of them, or some are masked.
+    """
+    if isinstance(values, np.ndarray) and hasattr(values, "mask"):  # numpy.ma, which is not imported for this
+        raise TensorError("masked arrays have no counterpart here; fill the array first")
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise TensorError(f"NumPy makes no array of what was given, a {type(values).__name__}: {error}") from None
 
 
 def import_array(runtime: CudaRuntime, memory: DeviceMemory, array: Any) -> TensorMut:

@@ -319,8 +319,9 @@ class CudaRuntime(ProcessBound):
         through ``numpy.asarray`` and is copied in stream order, its bytes taken before the call returns.
 
         Raises:
-            TensorError: the dtype is not supported, the memory is on another device, or ``array`` is a tensor of
-                this package that needs a copy to be used here, which is never made unasked.
+            TensorError: NumPy makes no array of it, it is masked, the dtype is not supported, the memory is on another
+                device, or ``array`` is a tensor of this package that needs a copy to be used here, which is never
+                made unasked.
             CaptureError: the runtime is capturing.
         """
         if isinstance(array, TensorView) and (array.runtime is self or not interop.is_device_array(array)):
@@ -333,7 +334,8 @@ class CudaRuntime(ProcessBound):
                 # A step may import and drop tensors and never allocate, which is where this is done otherwise.
                 self._memory.collect()
                 return interop.import_array(self, self._memory, array)
-        source = np.ascontiguousarray(array).reshape(np.shape(array))
+        values = interop.host_array(array)
+        source = np.ascontiguousarray(values).reshape(values.shape)  # which has at least one dimension before
         tensor = self._tensor(as_metadata(source.shape, source.dtype), "from_array")
         self._transfers.upload(tensor.ptr, source, operation="from_array")
         return tensor
@@ -370,13 +372,13 @@ class CudaRuntime(ProcessBound):
         ``asynchronous`` copies on the transfer stream, beside compute work that is already running.
 
         Raises:
-            TensorError: the shape differs, the cast is not of NumPy's "same kind", ``view`` is strided or
-                read-only, or ``array`` is a tensor, which :meth:`copy` takes.
+            TensorError: NumPy makes no array of ``array``, the shape differs, the cast is not of NumPy's "same kind",
+                ``view`` is strided or read-only, or ``array`` is a tensor, which :meth:`copy` takes.
         """
         self._check_target(view, "copy_from")
         if isinstance(array, TensorView):
             raise TensorError(f"copy_from of {array!r}, which is on the device already; use copy(target, source)")
-        source = np.asarray(array)
+        source = interop.host_array(array)
         if source.shape != view.shape:
             raise TensorError(f"cannot copy an array of shape {source.shape} into a tensor of shape {view.shape}")
         if not np.can_cast(source.dtype, view.dtype.numpy, "same_kind"):
@@ -985,7 +987,7 @@ class CudaRuntime(ProcessBound):
 
 def _plain(array: ArrayLike, operation: str) -> np.ndarray:
     """``array`` as contiguous bytes that mean the same on the device."""
-    plain = np.ascontiguousarray(array)
+    plain = np.ascontiguousarray(interop.host_array(array))
     if plain.dtype.hasobject:
         raise TensorError(f"{operation} of an array of dtype {plain.dtype}, which holds Python objects")
     return plain

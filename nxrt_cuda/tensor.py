@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from operator import index as as_index
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 from nxrt_cuda.dtype import DataType, data_type
 from nxrt_cuda.errors import TensorError
@@ -233,6 +233,10 @@ class TensorView(ProcessBound):
         """
         array: np.ndarray = self.runtime.read(self)
         return array
+
+    def __array__(self, *request: Any, **options: Any) -> NoReturn:
+        """NumPy would copy, and wait, where nobody sees it; without this refusal, it makes an array of one object."""
+        raise TensorError(f"{self!r} is no array in host memory; numpy() copies it there")
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

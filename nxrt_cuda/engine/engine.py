@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nxrt_cuda.engine.bucket import Bucket
 from nxrt_cuda.engine.plan import BucketPlan, plan_bucket
 from nxrt_cuda.engine.report import EngineReport
 from nxrt_cuda.engine.signature import Declaration, Signature, Sizes
 from nxrt_cuda.engine.wiring import refuse_unknown_operators, wire
 from nxrt_cuda.errors import CaptureError, EngineError, RuntimeStateError
+from nxrt_cuda.interop import host_array
 from nxrt_cuda.node import Node
 from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.tensor import TensorMut, TensorView
@@ -171,7 +170,7 @@ class Engine(ProcessBound):
             CaptureError: this thread is capturing.
             RuntimeStateError: the engine is closed.
         """
-        values = {name: value if hasattr(value, "shape") else np.asarray(value) for name, value in inputs.items()}
+        values = {name: value if hasattr(value, "shape") else host_array(value) for name, value in inputs.items()}
         with self._runtime.exclusive():
             self._check_usable()
             sizes = self._signature.bind({name: tuple(value.shape) for name, value in values.items()})
