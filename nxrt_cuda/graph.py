@@ -55,7 +55,7 @@ class GraphSlot(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> GraphSlot:
-        raise GraphError(f"there is no graph slot {value!r}; there are {', '.join(map(str, cls))}")
+        raise GraphError(f"there is no graph slot {value!r}; there are {', '.join(repr(slot.value) for slot in cls)}")
 
 
 class CapturedGraph(ProcessBound):
@@ -154,7 +154,7 @@ class CapturedGraph(ProcessBound):
         """
         with self._session.driving("rebind") as driver:
             if not self._is_replayable:
-                raise GraphError(f"cannot rebind CUDA graph {self.name} because {self._state}")
+                raise GraphError(f"cannot rebind {self.name} because {self._state}")
             try:
                 rebind(self.name, self._segments, tensors, scalars, driver, self._session.context)
             except HalfRebound:
@@ -197,10 +197,9 @@ class CapturedGraph(ProcessBound):
         Raises:
             GraphError: there is no such segment, or the graph is closed.
         """
-        if not self._closed and not self._broken and not 0 <= index < len(self._segments):
+        if not self._closed and not self._broken and index not in range(len(self._segments)):
             raise GraphError(
-                f"cannot replay CUDA graph segment {index} of {self.name}; only {len(self._segments)} "
-                "segment(s) installed"
+                f"cannot replay segment {index!r} of {self.name}; only {len(self._segments)} segment(s) installed"
             )
         self._launch(slice(index, index + 1), f"replay of {self.name}, segment {index}")
 
@@ -231,7 +230,7 @@ class CapturedGraph(ProcessBound):
                     state="capturing",
                 )
             if not self._is_replayable:
-                raise GraphError(f"cannot replay CUDA graph {self.name} because {self._state}")
+                raise GraphError(f"cannot replay {self.name} because {self._state}")
             segments = self._segments[which]
             stream, launch = self._streams.current, session.driver.graph_launch
             for segment in segments:
@@ -339,6 +338,9 @@ class GraphRecorder:
             if not isinstance(kernels, Iterable):
                 raise _refused(f"a capture takes a list of kernels, got {kernels!r}", "begin", "idle")
             audit = list(kernels)
+            for kernel in audit:
+                if not hasattr(kernel, "capture_support"):
+                    raise _refused(f"a capture takes a list of kernels, got one with {kernel!r} in it", "begin", "idle")
             declined = [
                 f"{type(kernel).__name__}: {support.reason}"
                 for kernel in audit

@@ -89,7 +89,9 @@ class _Update:
     def replace_tensors(self, tensors: Mapping[TensorView, TensorView]) -> None:
         for view in (*tensors.keys(), *tensors.values()):
             if not isinstance(view, TensorView):
-                raise TensorError(f"cannot rebind {self._name}: expected tensors of this package, got {view!r}")
+                raise TensorError(
+                    f"cannot rebind {self._name}: expected tensors of this package, got {type(view).__name__}"
+                )
         moves = [_Move(old, new) for old, new in tensors.items() if new is not old]
         for position, move in enumerate(moves):
             self._check_fit(move)
