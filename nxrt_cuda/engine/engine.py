@@ -88,8 +88,8 @@ class Engine(ProcessBound):
         self.name = name
         self._debug = debug
         self._runtime = runtime
+        self._steps = wire(nodes, {**inputs, **bound}, outputs)
         self._outputs = tuple(outputs)
-        self._steps = wire(nodes, {**inputs, **bound}, self._outputs)
         refuse_unknown_operators(step.node for step in self._steps)
         self._signature = Signature(inputs, bound, bucket_sizes or {})
         self._bound = {
@@ -164,12 +164,14 @@ class Engine(ProcessBound):
         ``debug`` refuses them from then on. ``copy_outputs`` returns fresh tensors instead.
 
         Raises:
-            EngineError: an input is missing, unknown or of a wrong shape; nothing has run.
+            EngineError: an input is missing, unknown or of a wrong shape, or they have no names; nothing has run.
             TensorError: an input's dtype does not fit, or it is strided.
             UnsupportedError: no kernel serves the shapes.
             CaptureError: this thread is capturing.
             RuntimeStateError: the engine is closed.
         """
+        if not isinstance(inputs, Mapping):
+            raise EngineError(f"inputs are given by name, in a dict; got a {type(inputs).__name__}")
         values = {name: value if hasattr(value, "shape") else host_array(value) for name, value in inputs.items()}
         with self._runtime.exclusive():
             self._check_usable()
@@ -216,6 +218,7 @@ class Engine(ProcessBound):
             CaptureError: this thread is capturing.
         """
         with self._runtime.exclusive():
+            self._refuse_in_capture("close")
             self._closed = True
             for sizes in list(self._buckets):
                 self._drop(sizes)
@@ -281,10 +284,13 @@ class Engine(ProcessBound):
         if self._closed or self._runtime.is_closed:
             what = self.name if self._closed else f"the runtime of {self.name}"
             raise RuntimeStateError(f"{what} is closed")
+        self._refuse_in_capture("run")
+
+    def _refuse_in_capture(self, operation: str) -> None:
         if self._runtime.is_capturing():
             raise CaptureError(
-                f"{self.name} cannot run while this thread captures a CUDA graph; it replays graphs of its own",
-                operation="engine run",
+                f"{self.name} cannot {operation} while this thread captures a CUDA graph; it has graphs of its own",
+                operation=f"engine {operation}",
                 state="capturing",
             )
 

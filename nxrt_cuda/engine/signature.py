@@ -82,16 +82,14 @@ class Signature:
         self.inputs = {name: d for name, d in declarations.items() if name not in bound}
         self.windows = {name: d for name, d in declarations.items() if name in bound}
         self.symbols = tuple(dict.fromkeys(symbol for d in self.inputs.values() for _, symbol in _symbols(d)))
-        self._bucket_sizes = {symbol: tuple(sorted(sizes)) for symbol, sizes in bucket_sizes.items()}
+        self._bucket_sizes = {symbol: _sorted(symbol, sizes) for symbol, sizes in bucket_sizes.items()}
         for window in self.windows.values():
             for _, symbol in _symbols(window):
                 if symbol not in self.symbols:
                     raise EngineError(f"'{symbol}' of the bound '{window.name}' is a dimension of no input of a call")
-        for symbol, sizes in self._bucket_sizes.items():
+        for symbol in self._bucket_sizes:
             if symbol not in self.symbols:
                 raise EngineError(f"bucket sizes of '{symbol}'; the symbols are {_listed(self.symbols)}")
-            if not sizes or sizes[0] < 1:
-                raise EngineError(f"bucket sizes of '{symbol}' must be positive, got {sizes}")
         self.padding: dict[str, str] = {}
         for declaration in declarations.values():
             for axis, symbol in _symbols(declaration):
@@ -157,6 +155,17 @@ class Signature:
                 yield f"input '{name}' is missing"
             elif shape != declaration.shape:
                 yield from _bind(declaration, shape, sizes)
+
+
+def _sorted(symbol: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Bucket sizes, ascending."""
+    try:
+        ascending = tuple(sorted(as_index(size) for size in sizes))
+    except TypeError:
+        ascending = ()
+    if not ascending or ascending[0] < 1:
+        raise EngineError(f"bucket sizes of '{symbol}' are a list of whole numbers >= 1, got {sizes!r}")
+    return ascending
 
 
 def _bind(declaration: Declaration, shape: tuple[int, ...], sizes: dict[str, int]) -> Iterator[str]:
