@@ -13,7 +13,7 @@ from operator import index as as_index
 from typing import Any
 
 from nxrt_cuda.dtype import DataType, data_type
-from nxrt_cuda.errors import EngineError, UnsupportedError
+from nxrt_cuda.errors import EngineError, TensorError, UnsupportedError
 from nxrt_cuda.tensor import TensorMetadata
 
 __all__ = ["Declaration", "Signature", "Sizes"]
@@ -47,7 +47,10 @@ class Declaration:
             ) from None
         if any(size == "" or (isinstance(size, int) and size < 0) for size in dimensions):
             raise EngineError(f"input '{name}': shape {dimensions} has a negative or nameless dimension")
-        return cls(name, data_type(dtype), dimensions)
+        try:
+            return cls(name, data_type(dtype), dimensions)
+        except TensorError as error:
+            raise TensorError(f"input '{name}': {error}") from None
 
     def resolve(self, sizes: Sizes) -> TensorMetadata:
         """The metadata once the symbols have sizes."""

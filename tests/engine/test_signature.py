@@ -69,7 +69,7 @@ def test_a_malformed_declaration_is_refused(entry: Any, problem: str) -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(nx.TensorError, match="complex64"):
+    with pytest.raises(nx.TensorError, match=r"^input 'x': dtype .*complex64.* is not supported"):
         Signature({"x": (np.complex64, (4,))}, [], {})
 
 
