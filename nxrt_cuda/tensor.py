@@ -143,6 +143,9 @@ class TensorView(ProcessBound):
 
     __slots__ = ("__weakref__", "end", "metadata", "owner", "ptr")
 
+    # Leaves operators to this class, which has none: a comparison with an array is of identity, as between tensors.
+    __array_ufunc__ = None
+
     INSTEAD = "numpy() gives the values, and the runtime's copy(target, source) copies on the device"
 
     def __init__(self, ptr: int, metadata: TensorMetadata, owner: MemoryOwner) -> None:
