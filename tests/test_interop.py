@@ -441,7 +441,7 @@ def test_a_consumer_that_refuses_is_heard_and_lets_go(gpu: nx.CudaRuntime) -> No
         def __dlpack_device__(self) -> tuple[int, int]:
             return (1, 0)
 
-    with pytest.raises(RuntimeError, match="Unsupported device"):
+    with pytest.raises((RuntimeError, BufferError), match="Unsupported device"):
         np.from_dlpack(OfNoKnownDevice())
     assert x.owner.pins == []
     x.free()
@@ -596,7 +596,7 @@ def test_strided_host_tensors_are_exported_as_contiguous_copies(rt: nx.CudaRunti
 def test_bfloat16_host_tensors_carry_their_type(rt: nx.CudaRuntime) -> None:
     """NumPy's reader has no bfloat16, and says so; PyTorch's has."""
     source = np.arange(4).astype(nx.bfloat16.numpy)
-    with pytest.raises(RuntimeError, match="Unsupported dtype"):
+    with pytest.raises((RuntimeError, BufferError), match="Unsupported dtype"):
         np.from_dlpack(rt.from_array(source))
     borrowed = dlpack.borrow(rt.from_array(source).__dlpack__(max_version=(1, 0)))
     assert (borrowed.device, borrowed.metadata.dtype, borrowed.metadata.shape) == ((1, 0), nx.bfloat16, (4,))
