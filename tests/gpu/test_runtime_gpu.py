@@ -487,6 +487,13 @@ def test_exported_memory_is_kept_for_torch(rt: nx.CudaRuntime) -> None:
     assert theirs.sum().item() == 999 * 1000 / 2
 
 
+def test_numpy_refuses_device_memory_and_lets_go_of_it(rt: nx.CudaRuntime) -> None:
+    x = rt.from_array(np.arange(3, dtype=np.float32))
+    with pytest.raises((RuntimeError, BufferError)):
+        np.from_dlpack(x)
+    x.free()
+
+
 def test_cupy_arrays_come_in_and_go_out_in_place(rt: nx.CudaRuntime) -> None:
     cupy = pytest.importorskip("cupy")
     theirs = cupy.arange(12, dtype=cupy.float32).reshape(3, 4)
