@@ -514,6 +514,25 @@ def test_a_fault_is_reported_by_the_call_that_waits_with_the_launches_since_the_
     assert str(error).endswith("the CUDA context is lost, restart the process)")
 
 
+def test_the_host_driver_says_what_was_wrong_with_an_access() -> None:
+    with nx.open_runtime("host", host_entries=HOST_ENTRIES) as runtime:
+        runtime.launch(FAULT.prepare(runtime, 1, NOWHERE))
+        with pytest.raises(nx.DeviceFaultError, match=rf"argument 'address': .* at 0x{NOWHERE:x}, which is no device"):
+            runtime.synchronize()
+
+
+def test_what_a_host_entry_raised_is_in_the_fault_and_behind_it() -> None:
+    def fail(launch: nx.HostLaunch) -> None:
+        raise ValueError("mine")
+
+    with nx.open_runtime("host", host_entries={**HOST_ENTRIES, "add_one": fail}) as runtime:
+        x = runtime.zeros((4,), nx.float32)
+        runtime.launch(ADD_ONE.prepare(runtime, 4, x, 4))
+        with pytest.raises(nx.DeviceFaultError, match=r"'add_one' .*: ValueError: mine; launched") as caught:
+            x.numpy()
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
 def test_a_read_that_succeeds_clears_the_suspects_too() -> None:
     with nx.open_runtime("host", host_entries=HOST_ENTRIES) as runtime:
         x = runtime.zeros((4,), nx.float32)
