@@ -16,7 +16,7 @@ from nxrt_cuda import dtype as dt
 from nxrt_cuda.errors import TensorError
 from nxrt_cuda.tensor import TensorMetadata
 
-__all__ = ["CPU", "CUDA", "CUDA_MANAGED", "Borrowed", "borrow", "make_capsule"]
+__all__ = ["CPU", "CUDA", "CUDA_MANAGED", "Borrowed", "borrow", "make_capsule", "read_host"]
 
 CPU, CUDA, CUDA_MANAGED = 1, 2, 13
 
@@ -138,6 +138,26 @@ def make_capsule(
     """
     if read_only and not versioned:
         raise BufferError("a read-only tensor needs a consumer of DLPack 1.0 (max_version=(1, 0))")
+    capsule = _array_at(ptr, metadata, read_only, keep).__dlpack__(max_version=(1, 0) if versioned else None)
+    tensor, _ = _open(capsule)
+    tensor.device_type, tensor.device_id = device
+    tensor.type_code, tensor.type_bits = _CODES[metadata.dtype]
+    return capsule
+
+
+def read_host(capsule: Any) -> np.ndarray:
+    """The array in a capsule of host memory, in place.
+
+    Raises:
+        TensorError: as :func:`borrow`.
+    """
+    borrowed = borrow(capsule)
+    metadata = borrowed.metadata
+    return _array_at(borrowed.ptr, metadata, borrowed.read_only, capsule).view(metadata.dtype.numpy)
+
+
+def _array_at(ptr: int, metadata: TensorMetadata, read_only: bool, keep: object) -> np.ndarray:
+    """What lies at ``ptr``, as unsigned integers of the elements' size; keeps ``keep``."""
     itemsize = metadata.dtype.itemsize
     interface = {
         "version": 3,
@@ -146,12 +166,7 @@ def make_capsule(
         "shape": metadata.shape,
         "strides": tuple(stride * itemsize for stride in metadata.strides),
     }
-    array = np.asarray(SimpleNamespace(__array_interface__=interface, keep=keep))
-    capsule = array.__dlpack__(max_version=(1, 0) if versioned else None)
-    tensor, _ = _open(capsule)
-    tensor.device_type, tensor.device_id = device
-    tensor.type_code, tensor.type_bits = _CODES[metadata.dtype]
-    return capsule
+    return np.asarray(SimpleNamespace(__array_interface__=interface, keep=keep))
 
 
 def _open(capsule: Any) -> tuple[_Tensor, bool]:

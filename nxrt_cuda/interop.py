@@ -72,16 +72,18 @@ def is_device_array(array: Any) -> bool:
 
 
 def host_array(values: Any) -> np.ndarray:
-    """What NumPy makes of ``values``.
+    """What NumPy makes of ``values``, or DLPack where they know a type that NumPy does not: PyTorch's bfloat16.
 
     Raises:
-        TensorError: NumPy makes no array of them, or some are masked.
+        TensorError: neither makes an array of them, or some are masked.
     """
     if isinstance(values, np.ndarray) and hasattr(values, "mask"):  # numpy.ma, which is not imported for this
         raise TensorError("masked arrays have no counterpart here; fill the array first")
     try:
         return np.asarray(values)
     except (TypeError, ValueError) as error:
+        if hasattr(values, "__dlpack_device__") and int(values.__dlpack_device__()[0]) == dlpack.CPU:
+            return dlpack.read_host(values.__dlpack__())
         raise TensorError(f"NumPy makes no array of what was given, a {type(values).__name__}: {error}") from None
 
 

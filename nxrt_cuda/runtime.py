@@ -316,7 +316,7 @@ class CudaRuntime(ProcessBound):
         Device memory of this runtime's device (an object with ``__dlpack__`` or
         ``__cuda_array_interface__``: PyTorch, CuPy, Numba) is used in place, without a copy: the producer's
         stream is made to wait for nothing, the compute stream waits for the producer's. Everything else goes
-        through ``numpy.asarray`` and is copied in stream order, its bytes taken before the call returns.
+        through NumPy, or DLPack, and is copied in stream order, its bytes taken before the call returns.
 
         Raises:
             TensorError: NumPy makes no array of it, it is masked, the dtype is not supported, the memory is on another

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -602,6 +603,33 @@ def test_bfloat16_host_tensors_carry_their_type(rt: nx.CudaRuntime) -> None:
     assert (borrowed.device, borrowed.metadata.dtype, borrowed.metadata.shape) == ((1, 0), nx.bfloat16, (4,))
     raw = np.frombuffer(ctypes.string_at(borrowed.ptr, 8), nx.bfloat16.numpy)
     np.testing.assert_array_equal(raw, source)
+
+
+class UnknownToNumpy(Producer):
+    """As PyTorch's bfloat16."""
+
+    def __array__(self, *request: Any, **options: Any) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0)])
+@pytest.mark.parametrize("dtype", [nx.bfloat16, nx.bool_, nx.int64], ids=str)
+def test_host_memory_of_a_type_unknown_to_numpy_comes_in_through_dlpack(
+    rt: nx.CudaRuntime, dtype: nx.DataType, shape: tuple[int, ...]
+) -> None:
+    source = (np.arange(math.prod(shape)) % 2).astype(dtype.numpy).reshape(shape)
+    theirs = UnknownToNumpy(rt.from_array(source), device=(1, 0))
+    mine = rt.from_array(theirs)
+    again = rt.zeros(shape, dtype)
+    again.copy_from(theirs)
+    for tensor in (mine, again):
+        assert tensor.dtype == dtype
+        np.testing.assert_array_equal(tensor.numpy(), source)
+
+
+def test_a_view_in_host_memory_is_read_by_its_strides() -> None:
+    source = np.arange(12, dtype=np.int32).reshape(3, 4)[1:, ::2]
+    np.testing.assert_array_equal(dlpack.read_host(source.__dlpack__()), source)
 
 
 @pytest.mark.parametrize(
