@@ -89,3 +89,18 @@ def test_what_a_program_is_given_has_a_public_name(owner: Any) -> None:
     package = {name for module in MODULES for name in getattr(importlib.import_module(module), "__all__", ())}
     named = set(re.findall(r"[A-Z]\w+", " ".join(results))) & package
     assert named - set(nx.__all__) <= FOR_KERNEL_OBJECTS
+
+
+def test_handles_print_what_they_are(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((2, 3), nx.float32)
+    pending = rt.read_async(x)
+    assert repr(pending) == "PendingRead(Float32, shape=(2, 3), not taken yet)"
+    pending.numpy()
+    assert repr(pending) == "PendingRead(Float32, shape=(2, 3), taken)"
+    with rt.fork() as fork, fork.branch():
+        assert repr(fork) == "Fork(1 branch(es), open)"
+    assert repr(fork) == "Fork(1 branch(es), ended)"
+    with rt.trace() as trace:
+        rt.fill_zero(x)
+        assert repr(trace).endswith(", open)")
+    assert repr(trace) == "Trace(2 span(s), closed)"
