@@ -87,6 +87,8 @@ class _Update:
     # Checks. Nothing is changed before all have passed.
 
     def replace_tensors(self, tensors: Mapping[TensorView, TensorView]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise TensorError(f"cannot rebind {self._name}: give {{old: new}}, got a {type(tensors).__name__}")
         for view in (*tensors.keys(), *tensors.values()):
             if not isinstance(view, TensorView):
                 raise TensorError(

@@ -306,6 +306,12 @@ def refusals(rt: nx.CudaRuntime, step: Step) -> dict[str, tuple[dict[str, Any], 
     }  # fmt: skip
 
 
+def test_tensors_are_replaced_by_a_mapping(rt: nx.CudaRuntime, step: Step) -> None:
+    pair: Any = [step.x, full(rt, 0)]
+    with pytest.raises(nx.TensorError, match=r"cannot rebind step: give \{old: new\}, got a list"):
+        step.graph.rebind(pair)
+
+
 @pytest.mark.parametrize("what", [
     "a tensor that it does not use", "another shape", "another dtype", "other strides", "freed memory",
     "a weaker alignment", "read-only memory", "an output on an input", "a part of a tensor", "one tensor twice",
