@@ -3,16 +3,20 @@
 ``count(rt)`` snapshots the runtime's counters around a block; the fixture ``nxrt_runtime`` opens a runtime on
 a GPU if there is one, and on the host driver if not, so the same test runs in both places.
 
-    pytest -p nxrt_cuda.testing examples/count_launches.py
+    python examples/count_launches.py
 
 A project of its own names the plugin in its conftest.py: ``pytest_plugins = ["nxrt_cuda.testing"]``.
 """
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
+import pytest
 
 import nxrt_cuda as nx
+from nxrt_cuda import testing
 from nxrt_cuda.testing import count
 
 
@@ -69,3 +73,7 @@ def test_a_replayed_search_launches_nothing(nxrt_runtime: nx.CudaRuntime) -> Non
 
     assert seen.replays == 1
     assert seen.launches == seen.allocations == seen.compiles == 0
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main(["--quiet", "-p", "no:cacheprovider", __file__], plugins=[testing]))

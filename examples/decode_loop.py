@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import numpy as np
 
 import nxrt_cuda as nx
-from nxrt_cuda.driver.host import HostLaunch
 from nxrt_cuda.reference.dsa_index_select import dsa_index_select
 
 CAPACITY, TOP_K = 96, 16  # positions of the caches; positions that a token attends to
@@ -37,7 +36,7 @@ extern "C" __global__ void selected_mask(float* mask, const long long* selected,
 """
 
 
-def selected_mask_on_the_host(launch: HostLaunch) -> None:
+def selected_mask_on_the_host(launch: nx.HostLaunch) -> None:
     """What the CUDA source does, for the host driver."""
     keys, top_k = int(launch.args["keys"]), int(launch.args["top_k"])
     selected = launch.view(launch.args["selected"], nx.int64, (top_k,))

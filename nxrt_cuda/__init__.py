@@ -8,8 +8,10 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from nxrt_cuda.capture import CaptureErrorCode, DeviceGraphResource
+from nxrt_cuda.context import Capabilities
 from nxrt_cuda.devices import open_runtime
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus
+from nxrt_cuda.driver.host_image import HostLaunch
 from nxrt_cuda.dtype import (
     DataType,
     bfloat16,
@@ -43,6 +45,7 @@ from nxrt_cuda.errors import (
     TensorError,
     UnsupportedError,
 )
+from nxrt_cuda.fork import Fork
 from nxrt_cuda.graph import CapturedGraph, GraphSlot
 from nxrt_cuda.kernel import (
     CaptureSupport,
@@ -55,13 +58,16 @@ from nxrt_cuda.kernel import (
     unsupported_reason,
 )
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch
+from nxrt_cuda.modules import LoadedFunction
 from nxrt_cuda.node import Node
 from nxrt_cuda.ops import attention as _attention
 from nxrt_cuda.ops import dsa_index_select as _dsa_index_select
 from nxrt_cuda.runtime import CudaRuntime
 from nxrt_cuda.stats import RuntimeStats, WorkspaceStats
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
+from nxrt_cuda.timing import TimingEvent
 from nxrt_cuda.trace import Trace
+from nxrt_cuda.transfer import PendingRead
 
 if TYPE_CHECKING:
     from nxrt_cuda.ahead_of_time import Precompiled, PrecompileReport, precompile
@@ -69,6 +75,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BucketReport",
+    "Capabilities",
     "CaptureError",
     "CaptureErrorCode",
     "CaptureMode",
@@ -85,8 +92,10 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineReport",
+    "Fork",
     "GraphError",
     "GraphSlot",
+    "HostLaunch",
     "Kernel",
     "KernelError",
     "KernelFactory",
@@ -94,12 +103,14 @@ __all__ = [
     "LaunchConfig",
     "LaunchError",
     "LaunchOverflowError",
+    "LoadedFunction",
     "NoDeviceError",
     "Node",
     "NodeReport",
     "NxrtError",
     "OutOfMemoryError",
     "Param",
+    "PendingRead",
     "PrecompileReport",
     "Precompiled",
     "PreparedLaunch",
@@ -110,6 +121,7 @@ __all__ = [
     "TensorMetadata",
     "TensorMut",
     "TensorView",
+    "TimingEvent",
     "Trace",
     "UnsupportedError",
     "WorkspaceRequirement",

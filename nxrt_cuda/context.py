@@ -398,7 +398,7 @@ class Session:
         except DriverError as error:
             # A context that is destroyed while it is current here is this one.
             if isinstance(error, DeviceFaultError) or error.name == _CONTEXT_DESTROYED:
-                raise self.poison(error) from None
+                raise self.poison(error) from error.__cause__  # what a kernel in Python raised
             raise
 
     @contextmanager
@@ -444,7 +444,7 @@ class Session:
     def retry(self, error: DriverError, call: Callable[..., None], *arguments: object) -> None:
         """Make a call that failed with ``error`` again, with the context current, if that was all it missed."""
         if isinstance(error, DeviceFaultError):
-            raise self.poison(error) from None
+            raise self.poison(error) from error.__cause__  # what a kernel in Python raised
         if error.name not in _CONTEXT_MISSING:
             raise error
         with self.current():
@@ -538,6 +538,7 @@ class Session:
         if self._refusal is None:
             # Of a copy, made at once: whoever only waits holds no lock, and other threads go on launching.
             suspects = tuple([label for label in list(self.suspects) if isinstance(label, str)][-_SUSPECTS:])
+            known = f"{fault.context}; " if fault.context else ""
             blame = f"launched since the last good synchronise: {', '.join(suspects)}; " if suspects else ""
 
             def refusal() -> DeviceFaultError:
@@ -546,7 +547,7 @@ class Session:
                     fault.code,
                     fault.name,
                     fault.text,
-                    f"{blame}the CUDA context is lost, restart the process",
+                    f"{known}{blame}the CUDA context is lost, restart the process",
                     suspects,
                 )
 

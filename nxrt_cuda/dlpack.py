@@ -6,15 +6,17 @@ https://dmlc.github.io/dlpack/latest/c_api.html, versions 0.8 (``dltensor``) and
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from nxrt_cuda import dtype as dt
 from nxrt_cuda.errors import TensorError
 from nxrt_cuda.tensor import TensorMetadata
 
-__all__ = ["CPU", "CUDA", "CUDA_MANAGED", "Borrowed", "borrow", "make_capsule"]
+__all__ = ["CPU", "CUDA", "CUDA_MANAGED", "Borrowed", "borrow", "make_capsule", "read_host"]
 
 CPU, CUDA, CUDA_MANAGED = 1, 2, 13
 
@@ -53,7 +55,6 @@ class _Tensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class _Managed(ctypes.Structure):
@@ -71,8 +72,6 @@ class _ManagedVersioned(ctypes.Structure):
     ]
 
 
-_capsule_new = ctypes.pythonapi.PyCapsule_New
-_capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, _Destructor]
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 _capsule_is = ctypes.pythonapi.PyCapsule_IsValid
@@ -104,16 +103,7 @@ def borrow(capsule: Any) -> Borrowed:
     Raises:
         TensorError: the element type or the DLPack version has no counterpart here.
     """
-    if _capsule_is(capsule, _NAME_VERSIONED):
-        managed = ctypes.cast(_capsule_pointer(capsule, _NAME_VERSIONED), ctypes.POINTER(_ManagedVersioned)).contents
-        if managed.major != 1:
-            raise TensorError(f"DLPack {managed.major}.{managed.minor} is not read here; version 1 was asked for")
-        tensor, read_only = managed.tensor, bool(managed.flags & _READ_ONLY)
-    elif _capsule_is(capsule, _NAME):
-        tensor = ctypes.cast(_capsule_pointer(capsule, _NAME), ctypes.POINTER(_Managed)).contents.tensor
-        read_only = False
-    else:
-        raise TensorError("the object's __dlpack__ did not return an unused DLPack capsule")
+    tensor, read_only = _open(capsule)
     code = (tensor.type_code, tensor.type_bits)
     if tensor.type_lanes != 1 or code not in _TYPES:
         raise TensorError(f"DLPack type code {code[0]} of {code[1]} bits x {tensor.type_lanes} has no counterpart here")
@@ -128,30 +118,6 @@ def borrow(capsule: Any) -> Borrowed:
     )
 
 
-_exports: dict[int, tuple[Any, Callable[[], None]]] = {}
-"""What exported tensors need until their consumers are done, by the address of the managed tensor."""
-
-
-@_Deleter
-def _release(address: int) -> None:
-    _, on_release = _exports.pop(address)
-    on_release()
-
-
-def _destructor(name: bytes) -> Any:
-    @_Destructor
-    def destroy(capsule: int) -> None:
-        # A consumer renames the capsule that it takes over and calls the deleter itself.
-        borrowed = ctypes.cast(capsule, ctypes.py_object)
-        if _capsule_is(borrowed, name):
-            _release(_capsule_pointer(borrowed, name))
-
-    return destroy
-
-
-_DESTRUCTORS = {name: _destructor(name) for name in (_NAME, _NAME_VERSIONED)}
-
-
 def make_capsule(
     ptr: int,
     device: tuple[int, int],
@@ -159,28 +125,57 @@ def make_capsule(
     *,
     read_only: bool,
     versioned: bool,
-    on_release: Callable[[], None],
+    keep: object,
 ) -> Any:
-    """A capsule of a tensor; ``on_release`` is called once, when the consumer is done with it.
+    """A capsule of a tensor; ``keep`` is referred to until the consumer is done with it, or the capsule is dropped.
+
+    NumPy makes it, of an array that says to be at ``ptr`` and is never looked into. Its destructor and deleter are C,
+    as they have to be: they are called by threads without the GIL, while an error is being raised, and when the
+    interpreter has nearly ended, where a callback made with ctypes loses the error or crashes.
 
     Raises:
         BufferError: the tensor is read-only, and an unversioned capsule cannot say so.
     """
     if read_only and not versioned:
         raise BufferError("a read-only tensor needs a consumer of DLPack 1.0 (max_version=(1, 0))")
-    shape, strides = _int64s(metadata.shape), _int64s(metadata.strides)
-    code, bits = _CODES[metadata.dtype]
-    tensor = _Tensor(ptr, *device, len(metadata.shape), code, bits, 1, shape, strides, 0)
-    managed: Any
-    if versioned:
-        managed = _ManagedVersioned(1, 0, None, _release, _READ_ONLY if read_only else 0, tensor)
-    else:
-        managed = _Managed(tensor, None, _release)
-    address = ctypes.addressof(managed)
-    name = _NAME_VERSIONED if versioned else _NAME
-    _exports[address] = ((managed, shape, strides), on_release)
-    return _capsule_new(address, name, _DESTRUCTORS[name])
+    capsule = _array_at(ptr, metadata, read_only, keep).__dlpack__(max_version=(1, 0) if versioned else None)
+    tensor, _ = _open(capsule)
+    tensor.device_type, tensor.device_id = device
+    tensor.type_code, tensor.type_bits = _CODES[metadata.dtype]
+    return capsule
 
 
-def _int64s(values: Sequence[int]) -> Any:
-    return (ctypes.c_int64 * max(len(values), 1))(*values)
+def read_host(capsule: Any) -> np.ndarray:
+    """The array in a capsule of host memory, in place.
+
+    Raises:
+        TensorError: as :func:`borrow`.
+    """
+    borrowed = borrow(capsule)
+    metadata = borrowed.metadata
+    return _array_at(borrowed.ptr, metadata, borrowed.read_only, capsule).view(metadata.dtype.numpy)
+
+
+def _array_at(ptr: int, metadata: TensorMetadata, read_only: bool, keep: object) -> np.ndarray:
+    """What lies at ``ptr``, as unsigned integers of the elements' size; keeps ``keep``."""
+    itemsize = metadata.dtype.itemsize
+    interface = {
+        "version": 3,
+        "data": (ptr, read_only),
+        "typestr": f"<u{itemsize}",
+        "shape": metadata.shape,
+        "strides": tuple(stride * itemsize for stride in metadata.strides),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface, keep=keep))
+
+
+def _open(capsule: Any) -> tuple[_Tensor, bool]:
+    """The tensor in a capsule that nobody has consumed, and whether it is read-only."""
+    if _capsule_is(capsule, _NAME_VERSIONED):
+        managed = ctypes.cast(_capsule_pointer(capsule, _NAME_VERSIONED), ctypes.POINTER(_ManagedVersioned)).contents
+        if managed.major != 1:
+            raise TensorError(f"DLPack {managed.major}.{managed.minor} is not read here; version 1 was asked for")
+        return managed.tensor, bool(managed.flags & _READ_ONLY)
+    if _capsule_is(capsule, _NAME):
+        return ctypes.cast(_capsule_pointer(capsule, _NAME), ctypes.POINTER(_Managed)).contents.tensor, False
+    raise TensorError("the object's __dlpack__ did not return an unused DLPack capsule")

@@ -86,5 +86,6 @@ def data_type(dtype: object) -> DataType:
         found = None
     if found is None:
         supported = ", ".join(d.numpy.name for d in _BY_NUMPY.values())
-        raise TensorError(f"dtype {dtype!r} is not supported; use one of {supported}")
+        shown = f"'{dtype}'" if isinstance(dtype, np.dtype) else repr(dtype)
+        raise TensorError(f"dtype {shown} is not supported; use one of {supported}")
     return found

@@ -17,7 +17,7 @@
     │   └── LaunchOverflowError  an argument does not fit its declared width (an OverflowError too)
     ├── TensorError              an array cannot become, or leave, a device tensor
     ├── EngineError              an engine's nodes do not fit together, or a call does not fit its inputs
-    └── RuntimeStateError        the runtime is closed, forked or not on this thread
+    └── RuntimeStateError        the runtime is closed or forked, or cannot be opened or used so
         └── StreamTypeError      what was given as a stream is none (a TypeError too)
 
 A message says what happened, why, and what to do. A call that raises has changed nothing: tensors,
@@ -133,7 +133,7 @@ class CaptureError(NxrtError):
 
     Attributes:
         operation: what was attempted, e.g. ``"alloc_raw"``.
-        state: the capture state it met: ``"idle"``, ``"capturing"`` or ``"failed"``.
+        state: the capture state it met: ``"idle"`` or ``"capturing"``.
     """
 
     def __init__(self, message: str, *, operation: str, state: str) -> None:
@@ -181,7 +181,7 @@ class EngineError(NxrtError):
 
 
 class RuntimeStateError(NxrtError):
-    """The runtime is closed, was inherited through ``fork``, or is used in the wrong order."""
+    """The runtime is closed, was inherited through ``fork``, or cannot be opened or used in this way."""
 
 
 class StreamTypeError(RuntimeStateError, TypeError):

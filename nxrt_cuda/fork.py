@@ -82,6 +82,9 @@ class Fork:
             if not self._is_open:
                 raise RuntimeStateError("the fork that the branch belongs to has ended; open another with fork()")
 
+    def __repr__(self) -> str:
+        return f"Fork({len(self._branches)} branch(es), {'open' if self._is_open else 'ended'})"
+
     def end(self, origin: int, failed: Callable[[str, DriverError], None]) -> None:
         """Let ``origin`` go on after all branches.
 

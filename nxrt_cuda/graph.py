@@ -30,6 +30,7 @@ from nxrt_cuda.context import Session
 from nxrt_cuda.dot import SegmentPicture, to_dot
 from nxrt_cuda.driver.base import CaptureMode, CaptureStatus, ReadyCall
 from nxrt_cuda.errors import CaptureError, DeviceFaultError, DriverError, GraphError
+from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.rebind import HalfRebound, rebind
 from nxrt_cuda.segment import Node, Segment, Work
 from nxrt_cuda.stats import RuntimeCounters
@@ -54,16 +55,18 @@ class GraphSlot(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> GraphSlot:
-        raise GraphError(f"there is no graph slot {value!r}; there are {', '.join(map(str, cls))}")
+        raise GraphError(f"there is no graph slot {value!r}; there are {', '.join(repr(slot.value) for slot in cls)}")
 
 
-class CapturedGraph:
+class CapturedGraph(ProcessBound):
     """Recorded work that replays with one driver call a segment.
 
     Attributes:
         name: as error messages call it.
         replays: how many calls of :meth:`replay` and :meth:`replay_segment` have enqueued it.
     """
+
+    INSTEAD = "capture another"
 
     def __init__(self, name: str, session: Session, streams: Streams, counters: RuntimeCounters) -> None:
         self.name = name
@@ -151,7 +154,7 @@ class CapturedGraph:
         """
         with self._session.driving("rebind") as driver:
             if not self._is_replayable:
-                raise GraphError(f"cannot rebind CUDA graph {self.name} because {self._state}")
+                raise GraphError(f"cannot rebind {self.name} because {self._state}")
             try:
                 rebind(self.name, self._segments, tensors, scalars, driver, self._session.context)
             except HalfRebound:
@@ -194,10 +197,9 @@ class CapturedGraph:
         Raises:
             GraphError: there is no such segment, or the graph is closed.
         """
-        if not self._closed and not self._broken and not 0 <= index < len(self._segments):
+        if not self._closed and not self._broken and index not in range(len(self._segments)):
             raise GraphError(
-                f"cannot replay CUDA graph segment {index} of {self.name}; only {len(self._segments)} "
-                "segment(s) installed"
+                f"cannot replay segment {index!r} of {self.name}; only {len(self._segments)} segment(s) installed"
             )
         self._launch(slice(index, index + 1), f"replay of {self.name}, segment {index}")
 
@@ -228,7 +230,7 @@ class CapturedGraph:
                     state="capturing",
                 )
             if not self._is_replayable:
-                raise GraphError(f"cannot replay CUDA graph {self.name} because {self._state}")
+                raise GraphError(f"cannot replay {self.name} because {self._state}")
             segments = self._segments[which]
             stream, launch = self._streams.current, session.driver.graph_launch
             for segment in segments:
@@ -336,6 +338,9 @@ class GraphRecorder:
             if not isinstance(kernels, Iterable):
                 raise _refused(f"a capture takes a list of kernels, got {kernels!r}", "begin", "idle")
             audit = list(kernels)
+            for kernel in audit:
+                if not hasattr(kernel, "capture_support"):
+                    raise _refused(f"a capture takes a list of kernels, got one with {kernel!r} in it", "begin", "idle")
             declined = [
                 f"{type(kernel).__name__}: {support.reason}"
                 for kernel in audit

@@ -8,6 +8,7 @@ ours. Neither blocks the host.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ __all__ = [
     "dlpack_device",
     "export_dlpack",
     "export_host_copy",
+    "host_array",
     "import_array",
     "is_device_array",
     "stream_handle",
@@ -70,6 +72,22 @@ def is_device_array(array: Any) -> bool:
     if hasattr(array, "__dlpack_device__"):
         return int(array.__dlpack_device__()[0]) in (dlpack.CUDA, dlpack.CUDA_MANAGED)
     return hasattr(array, "__cuda_array_interface__")
+
+
+def host_array(values: Any) -> np.ndarray:
+    """What NumPy makes of ``values``, or DLPack where they know a type that NumPy does not: PyTorch's bfloat16.
+
+    Raises:
+        TensorError: neither makes an array of them, or some are masked.
+    """
+    if isinstance(values, np.ndarray) and hasattr(values, "mask"):  # numpy.ma, which is not imported for this
+        raise TensorError("masked arrays have no counterpart here; fill the array first")
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:
+        if hasattr(values, "__dlpack_device__") and int(values.__dlpack_device__()[0]) == dlpack.CPU:
+            return dlpack.read_host(values.__dlpack__())
+        raise TensorError(f"NumPy makes no array of what was given, a {type(values).__name__}: {error}") from None
 
 
 def import_array(runtime: CudaRuntime, memory: DeviceMemory, array: Any) -> TensorMut:
@@ -177,27 +195,34 @@ def export_dlpack(
                 state="capturing",
             )
         streams.fence(streams.current, consumer)
-    pin = "a DLPack export"
-    owner = view.owner
-    capsule = dlpack.make_capsule(
+    return dlpack.make_capsule(
         view.ptr,
         device,
         view.metadata,
         read_only=not isinstance(view, TensorMut),
         versioned=max_version is not None and max_version[0] >= 1,
-        on_release=partial(_end_export, owner, pin, streams, consumer, later),
+        keep=_Export(view.owner, streams, consumer, later),
     )
-    owner.pins.append(pin)
-    return capsule
 
 
-def _end_export(
-    owner: MemoryOwner, pin: str, streams: Streams, consumer: int, later: Callable[[Callable[[], None]], None]
-) -> None:
-    """Called by finalisers, which may not call the driver: the fence is made later, before the memory is given back."""
-    if consumer not in (-1, _PER_THREAD_STREAM, streams.compute):
-        later(partial(_follow, streams, consumer))
-    owner.pins.remove(pin)
+class _Export:
+    """Keeps memory from being freed while a consumer has it."""
+
+    PIN = "a DLPack export"
+
+    def __init__(
+        self, owner: MemoryOwner, streams: Streams, consumer: int, later: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._owner, self._streams, self._consumer, self._later = owner, streams, consumer, later
+        owner.pins.append(self.PIN)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """A finaliser may not call the driver: the fence is made later, before the memory is given back."""
+        if is_finalizing():
+            return  # the runtime is closed by then, and what is called below may be gone
+        if self._consumer not in (-1, _PER_THREAD_STREAM, self._streams.compute):
+            self._later(partial(_follow, self._streams, self._consumer))
+        self._owner.pins.remove(self.PIN)
 
 
 def _follow(streams: Streams, consumer: int) -> None:
@@ -236,12 +261,8 @@ def export_host_copy(
         TensorMetadata(metadata.dtype, metadata.shape),
         read_only=False,
         versioned=max_version is not None and max_version[0] >= 1,
-        on_release=partial(_let_go, [array]),
+        keep=array,
     )
-
-
-def _let_go(held: list[Any]) -> None:
-    held.clear()
 
 
 def strided_copy(raw: np.ndarray, metadata: TensorMetadata) -> np.ndarray:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nxrt_cuda.capture import DeviceGraphResource
 from nxrt_cuda.dtype import DataType
-from nxrt_cuda.errors import UnsupportedError
+from nxrt_cuda.errors import KernelError, UnsupportedError
 from nxrt_cuda.node import Node
+from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.tensor import TensorMetadata, TensorMut, TensorView
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ class WorkspaceRequirement:
 WorkspaceRequirement.NONE = WorkspaceRequirement()
 
 
-class Kernel(ABC):
+class Kernel(ProcessBound, ABC):
     """One operator instance that can run on a runtime."""
+
+    INSTEAD = "a Node can; create_kernel() makes a kernel of it"
 
     @abstractmethod
     def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
@@ -183,6 +186,8 @@ def operator_factories() -> Mapping[tuple[str, str], type[KernelFactory]]:
 
 
 def _lookup(node: Node) -> tuple[type[KernelFactory], UnsupportedReason]:
+    if not isinstance(node, Node):
+        raise KernelError(str(node), f"a kernel is made of a Node, such as Node('Attention'), not of {node!r}")
     try:
         return _registry[_key(node.domain, node.op_type)]
     except KeyError:
@@ -197,6 +202,7 @@ def kernel_factory(node: Node) -> type[KernelFactory]:
 
     Raises:
         UnsupportedError: there is none.
+        KernelError: ``node`` is no node.
     """
     return _lookup(node)[0]
 
@@ -218,6 +224,6 @@ def create_kernel(runtime: CudaRuntime, node: Node, shapes: Sequence[Shape | Non
 
     Raises:
         UnsupportedError: no kernel is registered for the node's operator.
-        KernelError: an attribute is wrong.
+        KernelError: an attribute is wrong, or ``node`` is no node.
     """
     return kernel_factory(node)(runtime).create(node, shapes)

@@ -35,6 +35,10 @@ class Node:
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", MappingProxyType(dict(self.attributes)))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """So that a node can be sent to a worker, which the view of its attributes alone could not."""
+        return type(self), (self.op_type, self.domain, dict(self.attributes), self.name)
+
     def int_attr(self, name: str, default: int | None = None) -> int:
         """An integer attribute; required where there is no default."""
         value = self.attributes.get(name, default)

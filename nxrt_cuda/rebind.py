@@ -87,9 +87,13 @@ class _Update:
     # Checks. Nothing is changed before all have passed.
 
     def replace_tensors(self, tensors: Mapping[TensorView, TensorView]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise TensorError(f"cannot rebind {self._name}: give {{old: new}}, got a {type(tensors).__name__}")
         for view in (*tensors.keys(), *tensors.values()):
             if not isinstance(view, TensorView):
-                raise TensorError(f"cannot rebind {self._name}: expected tensors of this package, got {view!r}")
+                raise TensorError(
+                    f"cannot rebind {self._name}: expected tensors of this package, got {type(view).__name__}"
+                )
         moves = [_Move(old, new) for old, new in tensors.items() if new is not old]
         for position, move in enumerate(moves):
             self._check_fit(move)

@@ -43,6 +43,7 @@ from nxrt_cuda.graph import CapturedGraph, GraphRecorder, GraphSlot
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, PreparedLaunch, TensorMap
 from nxrt_cuda.memory import Allocation, DeviceMemory, pool_limit_from_environment
 from nxrt_cuda.modules import LoadedFunction, ModuleCache
+from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.segment import CopyWork, FillWork, LaunchWork
 from nxrt_cuda.short_way import ShortWay
 from nxrt_cuda.stats import RuntimeCounters, RuntimeStats
@@ -63,13 +64,15 @@ __all__ = ["CudaRuntime"]
 logger = logging.getLogger("nxrt_cuda")
 
 
-class CudaRuntime:
+class CudaRuntime(ProcessBound):
     """Kernels, memory, copies and graphs of one device. Made by ``open_runtime``.
 
     Attributes:
         device: ``"cuda:0"`` or ``"host"``.
         capabilities: what the device allows.
     """
+
+    INSTEAD = "open another with open_runtime()"
 
     def __init__(
         self,
@@ -316,11 +319,12 @@ class CudaRuntime:
         Device memory of this runtime's device (an object with ``__dlpack__`` or
         ``__cuda_array_interface__``: PyTorch, CuPy, Numba) is used in place, without a copy: the producer's
         stream is made to wait for nothing, the compute stream waits for the producer's. Everything else goes
-        through ``numpy.asarray`` and is copied in stream order, its bytes taken before the call returns.
+        through NumPy, or DLPack, and is copied in stream order, its bytes taken before the call returns.
 
         Raises:
-            TensorError: the dtype is not supported, device memory is on another device or does not align the dtype, or
-                ``array`` is a tensor of this package that needs a copy to be used here, which is never made unasked.
+            TensorError: NumPy makes no array of it, it is masked, the dtype is not supported, device memory is on
+                another device or does not align the dtype, or ``array`` is a tensor of this package that needs a copy
+                to be used here, which is never made unasked.
             CaptureError: the runtime is capturing.
         """
         if isinstance(array, TensorView) and (array.runtime is self or not interop.is_device_array(array)):
@@ -333,7 +337,8 @@ class CudaRuntime:
                 # A step may import and drop tensors and never allocate, which is where this is done otherwise.
                 self._memory.collect()
                 return interop.import_array(self, self._memory, array)
-        source = np.ascontiguousarray(array).reshape(np.shape(array))
+        values = interop.host_array(array)
+        source = np.ascontiguousarray(values).reshape(values.shape)  # which has at least one dimension before
         tensor = self._tensor(as_metadata(source.shape, source.dtype), "from_array")
         self._transfers.upload(tensor.ptr, source, operation="from_array")
         return tensor
@@ -370,13 +375,13 @@ class CudaRuntime:
         ``asynchronous`` copies on the transfer stream, beside compute work that is already running.
 
         Raises:
-            TensorError: the shape differs, the cast is not of NumPy's "same kind", ``view`` is strided or
-                read-only, or ``array`` is a tensor, which :meth:`copy` takes.
+            TensorError: NumPy makes no array of ``array``, the shape differs, the cast is not of NumPy's "same kind",
+                ``view`` is strided or read-only, or ``array`` is a tensor, which :meth:`copy` takes.
         """
         self._check_target(view, "copy_from")
         if isinstance(array, TensorView):
             raise TensorError(f"copy_from of {array!r}, which is on the device already; use copy(target, source)")
-        source = np.asarray(array)
+        source = interop.host_array(array)
         if source.shape != view.shape:
             raise TensorError(f"cannot copy an array of shape {source.shape} into a tensor of shape {view.shape}")
         if not np.can_cast(source.dtype, view.dtype.numpy, "same_kind"):
@@ -623,10 +628,6 @@ class CudaRuntime:
     def require_nvrtc_half_headers(self, op: str) -> None:
         """Refuse ``op`` where NVRTC would not find ``cuda_fp16.h`` and ``cuda_bf16.h``, saying how to get them."""
         self._compiler.require_half_headers(op)
-
-    def require_nvrtc_tensor_core_headers(self, op: str) -> None:
-        """Refuse ``op`` where NVRTC would not find ``mma.h``, saying how to get it."""
-        self._compiler.require_tensor_core_headers(op)
 
     def tensor_map(
         self,
@@ -985,7 +986,7 @@ class CudaRuntime:
 
 def _plain(array: ArrayLike, operation: str) -> np.ndarray:
     """``array`` as contiguous bytes that mean the same on the device."""
-    plain = np.ascontiguousarray(array)
+    plain = np.ascontiguousarray(interop.host_array(array))
     if plain.dtype.hasobject:
         raise TensorError(f"{operation} of an array of dtype {plain.dtype}, which holds Python objects")
     return plain

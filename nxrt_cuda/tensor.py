@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from operator import index as as_index
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 from nxrt_cuda.dtype import DataType, data_type
 from nxrt_cuda.errors import TensorError
+from nxrt_cuda.process_bound import ProcessBound
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,7 +131,7 @@ class TensorMetadata:
         return True
 
 
-class TensorView:
+class TensorView(ProcessBound):
     """A typed window on device memory.
 
     Attributes:
@@ -141,6 +142,11 @@ class TensorView:
     """
 
     __slots__ = ("__weakref__", "end", "metadata", "owner", "ptr")
+
+    # Leaves operators to this class, which has none: a comparison with an array is of identity, as between tensors.
+    __array_ufunc__ = None
+
+    INSTEAD = "numpy() gives the values, and the runtime's copy(target, source) copies on the device"
 
     def __init__(self, ptr: int, metadata: TensorMetadata, owner: MemoryOwner) -> None:
         self.ptr = ptr
@@ -235,6 +241,10 @@ class TensorView:
         """
         array: np.ndarray = self.runtime.read(self)
         return array
+
+    def __array__(self, *request: Any, **options: Any) -> NoReturn:
+        """NumPy would copy, and wait, where nobody sees it; without this refusal, it makes an array of one object."""
+        raise TensorError(f"{self!r} is no array in host memory; numpy() copies it there")
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -175,6 +175,10 @@ class Trace:
     def is_closed(self) -> bool:
         return self._session.tracer is not self
 
+    def __repr__(self) -> str:
+        spans = len(self._host) + len(self._device)
+        return f"Trace({spans} span(s), {'closed' if self.is_closed else 'open'})"
+
     @property
     def unmeasured(self) -> int:
         """Device spans without a time: the driver refused an event of theirs, or they are not done yet."""

@@ -135,6 +135,10 @@ class PendingRead:
         self._buffer = None
         return self._event, buffer
 
+    def __repr__(self) -> str:
+        state = "not taken yet" if self._result is None else "taken"
+        return f"PendingRead({self._metadata.dtype}, shape={self._metadata.shape}, {state})"
+
     def __del__(self) -> None:
         buffer = getattr(self, "_buffer", None)
         if buffer is not None:

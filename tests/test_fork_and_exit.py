@@ -225,6 +225,13 @@ def test_a_forked_child_is_told_to_spawn(script: str) -> None:
         pytest.param("capsule = x.__dlpack__(); array = np.from_dlpack(x); del x", id="exports never consumed"),
         pytest.param(
             """
+            kept = [np.from_dlpack(rt.zeros((3,), nx.float32)), x.__dlpack__(), x.__dlpack__(max_version=(1, 0))]
+            kept.append(kept)
+            """,
+            id="exports in a reference cycle",
+        ),
+        pytest.param(
+            """
             class Module: pass
             sys.modules["holder"] = holder = Module()
             holder.things = [rt, x, graph, rt.alloc_graph_stable(4), x.__dlpack__(max_version=(1, 0))]

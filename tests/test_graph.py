@@ -346,7 +346,7 @@ def test_a_closed_graph_does_not_replay(rt: nx.CudaRuntime) -> None:
     graph.close()
     assert graph.is_closed
     for replay in (graph.replay, lambda: graph.replay_segment(0)):
-        with pytest.raises(nx.GraphError, match=r"^cannot replay CUDA graph decoder because it is closed$"):
+        with pytest.raises(nx.GraphError, match=r"^cannot replay decoder because it is closed$"):
             replay()
     with pytest.raises(nx.GraphError, match="cannot capture into decoder because it is closed"), rt.capture(into=graph):
         pytest.fail("the body must not run")
@@ -841,14 +841,14 @@ def test_segments_replay_in_the_order_of_their_capture(rt: nx.CudaRuntime) -> No
     np.testing.assert_array_equal(x.numpy(), np.full(4, 6))
 
 
-@pytest.mark.parametrize("index", [-1, 1, 99])
-def test_a_segment_that_is_not_there_is_refused(rt: nx.CudaRuntime, index: int) -> None:
+@pytest.mark.parametrize("index", [-1, 1, 99, "first"])
+def test_a_segment_that_is_not_there_is_refused(rt: nx.CudaRuntime, index: Any) -> None:
     launch = LATCH.prepare(rt, 1, rt.capture_error_ptr, 1)
     with rt.capture(name="split") as graph:
         rt.launch(launch)
     with pytest.raises(nx.GraphError) as caught:
         graph.replay_segment(index)
-    assert str(caught.value) == f"cannot replay CUDA graph segment {index} of split; only 1 segment(s) installed"
+    assert str(caught.value) == f"cannot replay segment {index!r} of split; only 1 segment(s) installed"
 
 
 def test_a_failed_segment_leaves_the_segments_before_it(rt: nx.CudaRuntime, add_one: nx.PreparedLaunch) -> None:
@@ -902,7 +902,7 @@ def test_a_slot_whose_capture_was_aborted_has_nothing_to_replay(rt: nx.CudaRunti
     rt.begin_graph_capture()
     rt.launch(add_one)
     rt.abort_graph_capture()
-    with pytest.raises(nx.GraphError, match="cannot replay CUDA graph the primary graph because no executable is"):
+    with pytest.raises(nx.GraphError, match="cannot replay the primary graph because no executable is"):
         rt.replay_graph()
     assert rt.reset_graph() is False
 

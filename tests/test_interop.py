@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -435,7 +436,23 @@ def test_a_capsule_that_nobody_consumes_lets_go(gpu: nx.CudaRuntime, version: tu
     assert x.owner.pins == ["a DLPack export"]
     del capsule
     assert x.owner.pins == []
-    assert not dlpack._exports
+    x.free()
+
+
+def test_a_consumer_that_refuses_is_heard_and_lets_go(gpu: nx.CudaRuntime) -> None:
+    """It drops the capsule while its error is being raised; NumPy does, for it reads host memory only."""
+    x = gpu.zeros((4,), nx.float32)
+
+    class OfNoKnownDevice:
+        def __dlpack__(self, **request: Any) -> Any:
+            return x.__dlpack__(max_version=(1, 0))
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+    with pytest.raises((RuntimeError, BufferError), match="Unsupported device"):
+        np.from_dlpack(OfNoKnownDevice())
+    assert x.owner.pins == []
     x.free()
 
 
@@ -561,9 +578,17 @@ def test_the_host_export_is_a_copy_that_outlives_its_tensor(rt: nx.CudaRuntime) 
     del tensor
     gc.collect()
     np.testing.assert_array_equal(again, np.arange(1000))
-    del array, again
-    gc.collect()
-    assert not dlpack._exports
+
+
+def test_what_the_host_export_copied_goes_with_its_consumer(
+    rt: nx.CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+    monkeypatch.setattr(rt, "read", lambda view: copies.append(weakref.ref(copy := np.zeros(4, np.float32))) or copy)
+    array = np.from_dlpack(rt.zeros((4,), nx.float32))
+    assert copies[0]() is not None
+    del array
+    assert copies[0]() is None
 
 
 def test_the_host_export_has_the_work_queued_before_it(rt: nx.CudaRuntime) -> None:
@@ -578,12 +603,41 @@ def test_strided_host_tensors_are_exported_as_contiguous_copies(rt: nx.CudaRunti
 
 
 def test_bfloat16_host_tensors_carry_their_type(rt: nx.CudaRuntime) -> None:
-    """NumPy's reader has no bfloat16; PyTorch's has."""
+    """NumPy's reader has no bfloat16, and says so; PyTorch's has."""
     source = np.arange(4).astype(nx.bfloat16.numpy)
+    with pytest.raises((RuntimeError, BufferError), match="Unsupported dtype"):
+        np.from_dlpack(rt.from_array(source))
     borrowed = dlpack.borrow(rt.from_array(source).__dlpack__(max_version=(1, 0)))
     assert (borrowed.device, borrowed.metadata.dtype, borrowed.metadata.shape) == ((1, 0), nx.bfloat16, (4,))
     raw = np.frombuffer(ctypes.string_at(borrowed.ptr, 8), nx.bfloat16.numpy)
     np.testing.assert_array_equal(raw, source)
+
+
+class UnknownToNumpy(Producer):
+    """As PyTorch's bfloat16."""
+
+    def __array__(self, *request: Any, **options: Any) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0)])
+@pytest.mark.parametrize("dtype", [nx.bfloat16, nx.bool_, nx.int64], ids=str)
+def test_host_memory_of_a_type_unknown_to_numpy_comes_in_through_dlpack(
+    rt: nx.CudaRuntime, dtype: nx.DataType, shape: tuple[int, ...]
+) -> None:
+    source = (np.arange(math.prod(shape)) % 2).astype(dtype.numpy).reshape(shape)
+    theirs = UnknownToNumpy(rt.from_array(source), device=(1, 0))
+    mine = rt.from_array(theirs)
+    again = rt.zeros(shape, dtype)
+    again.copy_from(theirs)
+    for tensor in (mine, again):
+        assert tensor.dtype == dtype
+        np.testing.assert_array_equal(tensor.numpy(), source)
+
+
+def test_a_view_in_host_memory_is_read_by_its_strides() -> None:
+    source = np.arange(12, dtype=np.int32).reshape(3, 4)[1:, ::2]
+    np.testing.assert_array_equal(dlpack.read_host(source.__dlpack__()), source)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -238,3 +241,49 @@ def test_a_runtime_that_closed_half_way_launches_nothing_that_is_unloaded() -> N
         runtime.launch(launch, [x])
     assert set(handles) == {0}
     runtime.close()
+
+
+# Copies.
+
+
+def attention_engine(rt: nx.CudaRuntime) -> nx.Engine:
+    inputs = dict.fromkeys("qkv", (nx.float32, ("B", 1, 2, 8)))
+    return nx.Engine(rt, [(nx.Node("Attention"), ["q", "k", "v"], ["y"])], inputs, ["y"], name="decoder")
+
+
+def filling_graph(rt: nx.CudaRuntime) -> nx.CapturedGraph:
+    x = rt.empty((3,), nx.float32)
+    with rt.capture(name="step") as graph:
+        rt.fill_zero(x)
+    return graph
+
+
+HANDLES: dict[str, tuple[Callable[[nx.CudaRuntime], object], str, str]] = {
+    "runtime": (lambda rt: rt, r"CudaRuntime\('host', 'host'\)", r"open_runtime\(\)"),
+    "tensor": (lambda rt: rt.empty((3,), nx.int64), r"TensorMut\(Int64, shape=\(3,\)", r"numpy\(\) gives the values"),
+    "graph": (filling_graph, r"CapturedGraph\('step', 1 segment", "capture another"),
+    "kernel": (
+        lambda rt: nx.create_kernel(rt, nx.Node("Attention")),
+        r"AttentionKernel\('host', 0 execution\(s\)\)",
+        r"create_kernel\(\) makes a kernel of it",
+    ),
+    "engine": (attention_engine, r"Engine\('decoder', 1 node\(s\), 0 bucket\(s\)\)", "make another"),
+}
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("kind", HANDLES)
+def test_what_belongs_to_the_process_is_neither_pickled_nor_copied(
+    rt: nx.CudaRuntime, kind: str, duplicate: Callable[[object], object]
+) -> None:
+    """A second owner would give back what the first still uses."""
+    make, name, instead = HANDLES[kind]
+    with pytest.raises(TypeError, match=rf"{name}.* cannot be pickled or copied, .*{instead}"):
+        duplicate(make(rt))
+    assert not rt.is_closed
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda node: pickle.loads(pickle.dumps(node))])
+def test_a_node_can_be_sent_to_a_worker(duplicate: Callable[[nx.Node], nx.Node]) -> None:
+    node = nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes={"top_k": 3, "scale": 0.5}, name="select")
+    assert duplicate(node) == node

@@ -90,3 +90,12 @@ def test_a_node_cannot_be_changed_through_the_mapping_it_was_made_of() -> None:
     assert made.int_attr("a") == 1
     with pytest.raises(TypeError):
         made.attributes["a"] = 3  # type: ignore[index]
+
+
+def test_a_name_is_no_node(rt: nx.CudaRuntime) -> None:
+    name: Any = "Attention"
+    for attempt in (lambda: nx.create_kernel(rt, name), lambda: nx.unsupported_reason(name, [], [])):
+        with pytest.raises(
+            nx.KernelError, match=r"a kernel is made of a Node, such as Node\('Attention'\), not of 'Att"
+        ):
+            attempt()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -76,3 +78,33 @@ def test_every_error_of_the_package_has_one_base() -> None:
         assert issubclass(getattr(errors, name), nx.NxrtError)
         assert getattr(nx, name) is getattr(errors, name)
     assert issubclass(nx.LaunchOverflowError, OverflowError)
+
+
+FOR_KERNEL_OBJECTS = {"Allocation", "ShortWay", "TensorMap"}
+"""Types of runtime calls that kernel objects make, and programs do not."""
+
+
+@pytest.mark.parametrize("owner", [nx.CudaRuntime, nx.CapturedGraph, nx.TensorMut, nx.Engine, nx.open_runtime])
+def test_what_a_program_is_given_has_a_public_name(owner: Any) -> None:
+    """So that it can annotate its own functions with it."""
+    members = [owner] if inspect.isfunction(owner) else [v for n, v in vars(owner).items() if not n.startswith("_")]
+    functions = [getattr(member, "fget", None) or getattr(member, "__func__", None) or member for member in members]
+    results = {str(inspect.get_annotations(f).get("return", "")) for f in functions if inspect.isfunction(f)}
+    package = {name for module in MODULES for name in getattr(importlib.import_module(module), "__all__", ())}
+    named = set(re.findall(r"[A-Z]\w+", " ".join(results))) & package
+    assert named - set(nx.__all__) <= FOR_KERNEL_OBJECTS
+
+
+def test_handles_print_what_they_are(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((2, 3), nx.float32)
+    pending = rt.read_async(x)
+    assert repr(pending) == "PendingRead(Float32, shape=(2, 3), not taken yet)"
+    pending.numpy()
+    assert repr(pending) == "PendingRead(Float32, shape=(2, 3), taken)"
+    with rt.fork() as fork, fork.branch():
+        assert repr(fork) == "Fork(1 branch(es), open)"
+    assert repr(fork) == "Fork(1 branch(es), ended)"
+    with rt.trace() as trace:
+        rt.fill_zero(x)
+        assert repr(trace).endswith(", open)")
+    assert repr(trace) == "Trace(2 span(s), closed)"

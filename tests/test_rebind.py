@@ -292,7 +292,7 @@ def refusals(rt: nx.CudaRuntime, step: Step) -> dict[str, tuple[dict[str, Any], 
         "one tensor twice": (
             {"tensors": {step.x: full(rt, 0), step.x.reshape((4,)): full(rt, 0)}}, nx.GraphError, "overlap"
         ),
-        "no tensor": ({"tensors": {step.x: [0, 0, 0, 0]}}, nx.TensorError, r"expected tensors .* got \[0, 0"),
+        "no tensor": ({"tensors": {step.x: [0, 0, 0, 0]}}, nx.TensorError, "expected tensors .* got list$"),
         "an address": ({"tensors": {step.x.ptr: step.y}}, nx.TensorError, "expected tensors of this package, got"),
         "a number without a launch": ({"scalars": {"n": 1}}, nx.GraphError, r"by \(launch, parameter\), not by 'n'"),
         "no such launch": ({"scalars": {(2, "n"): 1}}, nx.GraphError, "no launch number 2; it has scale .*, add_one"),
@@ -304,6 +304,12 @@ def refusals(rt: nx.CudaRuntime, step: Step) -> dict[str, tuple[dict[str, Any], 
         "a number of another kind": ({"scalars": {(0, "n"): 1.5}}, nx.LaunchError, "got 1.5"),
         "a number that does not fit": ({"scalars": {(0, "n"): 2**31}}, nx.LaunchOverflowError, "does not fit int"),
     }  # fmt: skip
+
+
+def test_tensors_are_replaced_by_a_mapping(rt: nx.CudaRuntime, step: Step) -> None:
+    pair: Any = [step.x, full(rt, 0)]
+    with pytest.raises(nx.TensorError, match=r"cannot rebind step: give \{old: new\}, got a list"):
+        step.graph.rebind(pair)
 
 
 @pytest.mark.parametrize("what", [
@@ -358,7 +364,7 @@ def test_a_rebind_is_illegal_in_a_capture_and_leaves_it_usable(rt: nx.CudaRuntim
 
 def test_a_graph_without_executables_is_not_rebound(rt: nx.CudaRuntime, step: Step) -> None:
     step.graph.close()
-    with pytest.raises(nx.GraphError, match="cannot rebind CUDA graph step because it is closed"):
+    with pytest.raises(nx.GraphError, match="cannot rebind step because it is closed"):
         step.graph.rebind({step.x: full(rt, 5)})
 
 

@@ -516,6 +516,25 @@ def test_a_fault_is_reported_by_the_call_that_waits_with_the_launches_since_the_
     assert str(error).endswith("the CUDA context is lost, restart the process)")
 
 
+def test_the_host_driver_says_what_was_wrong_with_an_access() -> None:
+    with nx.open_runtime("host", host_entries=HOST_ENTRIES) as runtime:
+        runtime.launch(FAULT.prepare(runtime, 1, NOWHERE))
+        with pytest.raises(nx.DeviceFaultError, match=rf"argument 'address': .* at 0x{NOWHERE:x}, which is no device"):
+            runtime.synchronize()
+
+
+def test_what_a_host_entry_raised_is_in_the_fault_and_behind_it() -> None:
+    def fail(launch: nx.HostLaunch) -> None:
+        raise ValueError("mine")
+
+    with nx.open_runtime("host", host_entries={**HOST_ENTRIES, "add_one": fail}) as runtime:
+        x = runtime.zeros((4,), nx.float32)
+        runtime.launch(ADD_ONE.prepare(runtime, 4, x, 4))
+        with pytest.raises(nx.DeviceFaultError, match=r"'add_one' .*: ValueError: mine; launched") as caught:
+            x.numpy()
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
 def test_a_read_that_succeeds_clears_the_suspects_too() -> None:
     with nx.open_runtime("host", host_entries=HOST_ENTRIES) as runtime:
         x = runtime.zeros((4,), nx.float32)
@@ -861,12 +880,13 @@ def test_a_slot_may_be_named_by_its_value_and_others_do_not_exist(rt: nx.CudaRun
     with pytest.raises(nx.GraphError, match="no executable is installed in the primary slot"):
         rt.replay_graph(slots[0])
     for attempt in (rt.replay_graph, rt.reset_graph, rt.has_graph_executable, lambda s: rt.begin_graph_capture([], s)):
-        with pytest.raises(nx.GraphError, match=r"there is no graph slot 'third'; there are GraphSlot.PRIMARY, "):
+        with pytest.raises(nx.GraphError, match=r"there is no graph slot 'third'; there are 'primary', 'verify'$"):
             attempt(slots[1])
 
 
 def test_a_capture_takes_a_list_of_kernels(rt: nx.CudaRuntime) -> None:
     kernel: Any = nx.create_kernel(rt, nx.Node("Attention"))
-    with pytest.raises(nx.CaptureError, match="a capture takes a list of kernels, got "), rt.capture(kernel):
-        pytest.fail("the body must not run")
+    for given in (kernel, [kernel, rt.zeros((3,), nx.float32)]):
+        with pytest.raises(nx.CaptureError, match="a capture takes a list of kernels, got "), rt.capture(given):
+            pytest.fail("the body must not run")
     assert not rt.is_capturing()

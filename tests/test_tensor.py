@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -355,3 +356,55 @@ def test_extents_are_whole_numbers_in_a_tuple(rt: nx.CudaRuntime) -> None:
 @pytest.mark.parametrize("name", [name for name in nx.__all__ if isinstance(getattr(nx, name), nx.DataType)])
 def test_a_data_type_prints_as_the_name_it_has_here(name: str) -> None:
     assert repr(getattr(nx, name)) == f"nxrt_cuda.{name}"
+
+
+# Host arrays in and out.
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1.0], [1.0, 2.0]], "NumPy makes no array of what was given, a list: .*inhomogeneous"),
+        (np.ma.masked_array([1.0, 2.0], [False, True]), "masked arrays have no counterpart here; fill"),
+    ],
+    ids=["ragged", "masked"],
+)
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda rt, values: rt.from_array(values),
+        lambda rt, values: rt.zeros((2,), nx.float64).copy_from(values),
+        lambda rt, values: rt.htod(values, rt.alloc_raw(16)),
+    ],
+    ids=["from_array", "copy_from", "htod"],
+)
+def test_what_numpy_makes_no_plain_array_of_is_refused(
+    rt: nx.CudaRuntime, take: Callable[[nx.CudaRuntime, Any], object], values: Any, message: str
+) -> None:
+    with pytest.raises(nx.TensorError, match=message):
+        take(rt, values)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "complex64", "int16"])
+def test_a_dtype_unknown_here_is_named_as_numpy_writes_it(rt: nx.CudaRuntime, dtype: str) -> None:
+    with pytest.raises(nx.TensorError, match=rf"^dtype '{dtype}' is not supported; use one of float32, "):
+        rt.from_array(np.zeros(2, dtype))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [np.asarray, lambda x: np.array(x, np.float32), lambda x: np.asarray([x, x])],
+    ids=["asarray", "array", "list"],
+)
+def test_numpy_does_not_take_a_tensor_for_an_object(rt: nx.CudaRuntime, use: Callable[[nx.TensorMut], object]) -> None:
+    with pytest.raises(nx.TensorError, match=r"^TensorMut\(.*is no array in host memory; numpy\(\) copies it there$"):
+        use(rt.zeros((3,), nx.float32))
+
+
+def test_operators_between_tensors_and_arrays_convert_nothing(rt: nx.CudaRuntime) -> None:
+    x, array = rt.zeros((3,), nx.float32), np.zeros(3, np.float32)
+    assert x != array
+    assert array != x
+    assert x in [array, x]
+    with pytest.raises(TypeError):
+        array + x

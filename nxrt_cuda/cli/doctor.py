@@ -246,7 +246,7 @@ def _headers(compiler: NvrtcCompiler) -> Finding:
     headers = compiler.headers
     details = {"directories": headers.directories, "searched": headers.searched}
     try:
-        compiler.require_tensor_core_headers("nxrt_cuda")
+        compiler.require_half_headers("nxrt_cuda")
     except NxrtError as error:
         return Finding("headers", str(error), details, _INSTALL_COMPILER)
     return Finding("headers", "\n".join((*headers.directories, "complete")), details)

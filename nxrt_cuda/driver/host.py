@@ -4,6 +4,8 @@ It makes a program that is wrong on a GPU fail here, at the same call or an earl
 
 - **Memory** (``host_memory.py``). Addresses are made up, never reused, and known for ever. Fresh memory holds
   0xFF (NaN). A copy that is out of bounds is refused when it is queued; a kernel that is, ends the context.
+  The bounds are those of the driver's allocations, which the runtime rounds up to the size classes of its pool: an
+  access just past a tensor may still lie in its block, here as on a GPU.
   Work whose memory was freed between queueing and running ends it too: ``mem_free`` waits for nothing, where
   a GPU's waits for the whole device.
 - **Streams are lazy** (``host_stream.py``). Work runs when the host waits for it. A missing fence shows as

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nxrt_cuda.engine.bucket import Bucket
 from nxrt_cuda.engine.plan import BucketPlan, plan_bucket
 from nxrt_cuda.engine.report import EngineReport
 from nxrt_cuda.engine.signature import Declaration, Signature, Sizes
 from nxrt_cuda.engine.wiring import refuse_unknown_operators, wire
 from nxrt_cuda.errors import CaptureError, EngineError, RuntimeStateError
+from nxrt_cuda.interop import host_array
 from nxrt_cuda.node import Node
+from nxrt_cuda.process_bound import ProcessBound
 from nxrt_cuda.tensor import TensorMut, TensorView
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-class Engine:
+class Engine(ProcessBound):
     """A list of nodes between named tensors, replayed as a graph.
 
     .. code-block:: python
@@ -88,8 +88,8 @@ class Engine:
         self.name = name
         self._debug = debug
         self._runtime = runtime
+        self._steps = wire(nodes, {**inputs, **bound}, outputs)
         self._outputs = tuple(outputs)
-        self._steps = wire(nodes, {**inputs, **bound}, self._outputs)
         refuse_unknown_operators(step.node for step in self._steps)
         self._signature = Signature(inputs, bound, bucket_sizes or {})
         self._bound = {
@@ -164,13 +164,15 @@ class Engine:
         ``debug`` refuses them from then on. ``copy_outputs`` returns fresh tensors instead.
 
         Raises:
-            EngineError: an input is missing, unknown or of a wrong shape; nothing has run.
+            EngineError: an input is missing, unknown or of a wrong shape, or they have no names; nothing has run.
             TensorError: an input's dtype does not fit, or it is strided.
             UnsupportedError: no kernel serves the shapes.
             CaptureError: this thread is capturing.
             RuntimeStateError: the engine is closed.
         """
-        values = {name: value if hasattr(value, "shape") else np.asarray(value) for name, value in inputs.items()}
+        if not isinstance(inputs, Mapping):
+            raise EngineError(f"inputs are given by name, in a dict; got a {type(inputs).__name__}")
+        values = {name: value if hasattr(value, "shape") else host_array(value) for name, value in inputs.items()}
         with self._runtime.exclusive():
             self._check_usable()
             sizes = self._signature.bind({name: tuple(value.shape) for name, value in values.items()})
@@ -216,10 +218,15 @@ class Engine:
             CaptureError: this thread is capturing.
         """
         with self._runtime.exclusive():
+            self._refuse_in_capture("close")
             self._closed = True
             for sizes in list(self._buckets):
                 self._drop(sizes)
             self._bound = {}
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._steps)} node(s), {len(self._buckets)} bucket(s)"
+        return f"Engine({self.name!r}, {state})"
 
     def _bucket(self, sizes: Sizes) -> Bucket:
         """The bucket of ``sizes``, which becomes the most recently used."""
@@ -277,10 +284,13 @@ class Engine:
         if self._closed or self._runtime.is_closed:
             what = self.name if self._closed else f"the runtime of {self.name}"
             raise RuntimeStateError(f"{what} is closed")
+        self._refuse_in_capture("run")
+
+    def _refuse_in_capture(self, operation: str) -> None:
         if self._runtime.is_capturing():
             raise CaptureError(
-                f"{self.name} cannot run while this thread captures a CUDA graph; it replays graphs of its own",
-                operation="engine run",
+                f"{self.name} cannot {operation} while this thread captures a CUDA graph; it has graphs of its own",
+                operation=f"engine {operation}",
                 state="capturing",
             )
 

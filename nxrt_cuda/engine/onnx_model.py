@@ -22,6 +22,7 @@ A row without a key is 0, as ONNX says since its errata of opset 24.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,8 @@ def _load(model: ModelProto | str | Path) -> ModelProto:
         raise UnsupportedError("ONNX models need the package onnx: pip install 'nxrt_cuda[onnx]'") from None
     if isinstance(model, onnx.ModelProto):
         return model
+    if not isinstance(model, str | os.PathLike):
+        raise EngineError(f"a model is a ModelProto or the path of one, got a {type(model).__name__}")
     try:
         return onnx.load(model)
     except Exception as error:  # onnx passes on what its file system and protobuf layers raise

@@ -13,7 +13,7 @@ from operator import index as as_index
 from typing import Any
 
 from nxrt_cuda.dtype import DataType, data_type
-from nxrt_cuda.errors import EngineError, UnsupportedError
+from nxrt_cuda.errors import EngineError, TensorError, UnsupportedError
 from nxrt_cuda.tensor import TensorMetadata
 
 __all__ = ["Declaration", "Signature", "Sizes"]
@@ -47,7 +47,10 @@ class Declaration:
             ) from None
         if any(size == "" or (isinstance(size, int) and size < 0) for size in dimensions):
             raise EngineError(f"input '{name}': shape {dimensions} has a negative or nameless dimension")
-        return cls(name, data_type(dtype), dimensions)
+        try:
+            return cls(name, data_type(dtype), dimensions)
+        except TensorError as error:
+            raise TensorError(f"input '{name}': {error}") from None
 
     def resolve(self, sizes: Sizes) -> TensorMetadata:
         """The metadata once the symbols have sizes."""
@@ -82,16 +85,14 @@ class Signature:
         self.inputs = {name: d for name, d in declarations.items() if name not in bound}
         self.windows = {name: d for name, d in declarations.items() if name in bound}
         self.symbols = tuple(dict.fromkeys(symbol for d in self.inputs.values() for _, symbol in _symbols(d)))
-        self._bucket_sizes = {symbol: tuple(sorted(sizes)) for symbol, sizes in bucket_sizes.items()}
+        self._bucket_sizes = {symbol: _sorted(symbol, sizes) for symbol, sizes in bucket_sizes.items()}
         for window in self.windows.values():
             for _, symbol in _symbols(window):
                 if symbol not in self.symbols:
                     raise EngineError(f"'{symbol}' of the bound '{window.name}' is a dimension of no input of a call")
-        for symbol, sizes in self._bucket_sizes.items():
+        for symbol in self._bucket_sizes:
             if symbol not in self.symbols:
                 raise EngineError(f"bucket sizes of '{symbol}'; the symbols are {_listed(self.symbols)}")
-            if not sizes or sizes[0] < 1:
-                raise EngineError(f"bucket sizes of '{symbol}' must be positive, got {sizes}")
         self.padding: dict[str, str] = {}
         for declaration in declarations.values():
             for axis, symbol in _symbols(declaration):
@@ -157,6 +158,17 @@ class Signature:
                 yield f"input '{name}' is missing"
             elif shape != declaration.shape:
                 yield from _bind(declaration, shape, sizes)
+
+
+def _sorted(symbol: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Bucket sizes, ascending."""
+    try:
+        ascending = tuple(sorted(as_index(size) for size in sizes))
+    except TypeError:
+        ascending = ()
+    if not ascending or ascending[0] < 1:
+        raise EngineError(f"bucket sizes of '{symbol}' are a list of whole numbers >= 1, got {sizes!r}")
+    return ascending
 
 
 def _bind(declaration: Declaration, shape: tuple[int, ...], sizes: dict[str, int]) -> Iterator[str]:

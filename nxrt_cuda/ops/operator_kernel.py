@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from nxrt_cuda.errors import KernelError
 from nxrt_cuda.kernel import Kernel
 from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.ops.launch_ledger import LaunchLedger, Tally
@@ -53,6 +54,10 @@ class OperatorKernel(Kernel, Generic[Choice]):
         self._ledger = LaunchLedger(process_ledger.kinds, process_ledger)
         self._short_way: ShortWay[Tally[Choice]] = runtime.short_way()
 
+    def __repr__(self) -> str:
+        executions = self._ledger.totals()[0][0]
+        return f"{type(self).__name__}({self._runtime.device!r}, {executions} execution(s))"
+
     def execute(self, inputs: Sequence[TensorView | None], outputs: Sequence[TensorMut]) -> None:
         """Enqueue the operator on the compute stream; the docstring of its module describes the operands.
 
@@ -62,20 +67,46 @@ class OperatorKernel(Kernel, Generic[Choice]):
             CaptureError: a capture is open, and the shape was not warmed before it.
             CompileError: a kernel does not compile.
         """
-        operands = [*inputs, *outputs]
-        tally = self._short_way.execute(operands, self._rebind) if len(outputs) == 1 else None
-        if tally is None:
-            functions = []  # the module cache alone need not keep what nothing refers to yet
-            while True:
-                try:
-                    tally = self._execute(inputs, outputs, operands)
-                    break
-                except _NotLoaded as missing:
-                    spec = missing.spec
-                # A compile takes seconds; other threads work meanwhile.
-                functions.append(self._runtime.function(spec))
+        try:
+            operands = [*inputs, *outputs]
+            tally = self._short_way.execute(operands, self._rebind) if len(outputs) == 1 else None
+            if tally is None:
+                tally = self._execute_anew(inputs, outputs, operands)
+        except (AttributeError, TypeError, ValueError):
+            # What is no tensor shows in what it cannot do. To look first would cost every execution.
+            self._refuse_other_than_tensors(inputs=inputs, outputs=outputs)
+            raise
         if self._ledger.last is not tally or self._process_ledger.last is not tally:
             self._ledger.executed(tally)
+
+    def _execute_anew(
+        self,
+        inputs: Sequence[TensorView | None],
+        outputs: Sequence[TensorMut],
+        operands: list[TensorView | None],
+    ) -> Tally[Choice]:
+        """:meth:`_execute`, with the kernels that it misses loaded between its attempts."""
+        functions = []  # the module cache alone need not keep what nothing refers to yet
+        while True:
+            try:
+                return self._execute(inputs, outputs, operands)
+            except _NotLoaded as missing:
+                spec = missing.spec
+            # A compile takes seconds; other threads work meanwhile.
+            functions.append(self._runtime.function(spec))
+
+    def _refuse_other_than_tensors(self, **lists: Sequence[object]) -> None:
+        op = type(self).__name__.removesuffix("Kernel")
+        for name, operands in lists.items():
+            if not isinstance(operands, Sequence):
+                raise KernelError(op, f"{name} must be a list of tensors, got {type(operands).__name__}") from None
+            for index, operand in enumerate(operands):
+                if not isinstance(operand, TensorView | None):
+                    what = f"{name.removesuffix('s')} {index} is no tensor of this package"
+                    kind = type(operand)
+                    raise KernelError(
+                        op, f"{what}, but a {kind.__module__}.{kind.__qualname__}; rt.from_array(array) makes one"
+                    ) from None
 
     @abstractmethod
     def _rebind(self, operands: list[TensorView | None]) -> PlannedLaunches[Tally[Choice]] | None:

@@ -227,7 +227,7 @@ BAD_FILES = {
         "'attn_maks' is no input of Attention, whose inputs are query, key, value, attn_mask, total_lengths, "
         "past_lengths; to leave it out, add --ignore attn_maks",
     ),
-    "text in an input": (attention_with(key=np.array("k")), "'key': dtype dtype('<U1') is not supported"),
+    "text in an input": (attention_with(key=np.array("k")), "'key': dtype '<U1' is not supported"),
     "bits not named": (
         attention_with(key=KEY.astype(np.float16).view(np.uint16)),
         "if it holds bfloat16, add --bfloat16 key",

@@ -356,6 +356,29 @@ def test_an_engine_does_not_run_in_a_capture(rt: nx.CudaRuntime) -> None:
     np.testing.assert_array_equal(engine.run({"x": X})["y"].numpy(), 1.5 * X)
 
 
+def test_closing_in_a_capture_is_refused_and_leaves_the_engine_open(rt: nx.CudaRuntime) -> None:
+    x = rt.zeros((4,), F32)
+    with layer_engine(rt) as engine:
+        with rt.capture():
+            rt.fill_zero(x)
+            with pytest.raises(nx.CaptureError, match="engine cannot close while this thread captures a CUDA graph"):
+                engine.close()
+        assert not engine.is_closed
+        engine.run(layer_inputs(np.random.default_rng(0)))
+
+
+def test_names_are_given_as_lists_and_inputs_by_name(rt: nx.CudaRuntime) -> None:
+    outputs: Any = "ab"
+    with pytest.raises(nx.EngineError, match="outputs is 'ab'; give a list of names"):
+        nx.Engine(rt, [combine(["x"], "a"), combine(["x"], "b")], {"x": (F32, (4,))}, outputs)
+    inputs: Any = [np.zeros(4, np.float32)]
+    with (
+        nx.Engine(rt, [combine(["x"], "y")], {"x": (F32, (4,))}, ["y"]) as engine,
+        pytest.raises(nx.EngineError, match="inputs are given by name, in a dict; got a list"),
+    ):
+        engine.run(inputs)
+
+
 def test_closing_gives_everything_back(rt: nx.CudaRuntime) -> None:
     """But for what somebody holds: an output stays readable."""
     live = rt.stats().live_bytes

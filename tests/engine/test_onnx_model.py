@@ -341,6 +341,9 @@ def test_what_is_no_model_is_refused(rt: nx.CudaRuntime, tmp_path: Path) -> None
     for name in ("text.onnx", "missing.onnx"):
         with pytest.raises(nx.EngineError, match=f"cannot read .*{name} as an ONNX model: "):
             nx.Engine.from_onnx(rt, tmp_path / name)
+    serialised: Any = attention_model().SerializeToString()
+    with pytest.raises(nx.EngineError, match="a model is a ModelProto or the path of one, got a bytes"):
+        nx.Engine.from_onnx(rt, serialised)
 
 
 def test_without_onnx_the_command_that_installs_it_is_named(

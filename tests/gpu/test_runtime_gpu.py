@@ -487,6 +487,20 @@ def test_exported_memory_is_kept_for_torch(rt: nx.CudaRuntime) -> None:
     assert theirs.sum().item() == 999 * 1000 / 2
 
 
+def test_bfloat16_of_torch_in_host_memory_comes_in(rt: nx.CudaRuntime) -> None:
+    torch = pytest.importorskip("torch")
+    x = rt.from_array(torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t())
+    assert x.dtype == nx.bfloat16
+    np.testing.assert_array_equal(x.numpy().astype(np.float32), np.arange(6).reshape(2, 3).T)
+
+
+def test_numpy_refuses_device_memory_and_lets_go_of_it(rt: nx.CudaRuntime) -> None:
+    x = rt.from_array(np.arange(3, dtype=np.float32))
+    with pytest.raises((RuntimeError, BufferError)):
+        np.from_dlpack(x)
+    x.free()
+
+
 def test_cupy_arrays_come_in_and_go_out_in_place(rt: nx.CudaRuntime) -> None:
     cupy = pytest.importorskip("cupy")
     theirs = cupy.arange(12, dtype=cupy.float32).reshape(3, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,3 +77,31 @@ def test_a_kernel_that_does_not_compile_changes_nothing(
         assert caught.value.__context__ is None
         assert rt.stats().since(before).launches == 0
     execute()
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        (lambda x, y: ([x, np.zeros((1, 2, 3, 16)), x], [y]), r"input 1 is no tensor of this package, but a numpy\.nd"),
+        (
+            lambda x, y: ([x, x, x], [np.zeros((1, 2, 3, 16))]),
+            r"output 0 is no tensor .* rt\.from_array\(array\) makes",
+        ),
+        (lambda x, y: (x, [y]), "inputs must be a list of tensors, got TensorMut"),
+        (lambda x, y: ([x, x, x], y), "outputs must be a list of tensors, got TensorMut"),
+    ],
+)
+def test_what_is_no_tensor_is_named(
+    rt: nx.CudaRuntime, operands: Callable[..., tuple[Any, Any]], message: str, is_warm: bool
+) -> None:
+    kernel = nx.create_kernel(rt, nx.Node("Attention"))
+    x, y = rt.zeros((1, 2, 3, 16), nx.float32), rt.empty((1, 2, 3, 16), nx.float32)
+    for _ in range(2 * is_warm):
+        kernel.execute([x, x, x], [y])
+    before, stats = rt.stats(), kernel.launch_stats()
+    with pytest.raises(nx.KernelError, match=message) as caught:
+        kernel.execute(*operands(x, y))
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+    assert rt.stats().since(before).launches == 0
+    assert kernel.launch_stats() == stats
