@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import struct
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,10 @@ _KINDS = {
     "tensor_map": _Kind("<128s", "TensorMap", opaque_alignment=64),
 }
 
+_MACRO = re.compile(r"[A-Za-z_]\w*(\([^()]*\))?", re.ASCII)
 _ALIGNMENT = 64
+_MAX_THREADS = 1024
+"""Of a block, on every device."""
 
 
 def div_up(value: int, divisor: int) -> int:
@@ -184,7 +188,8 @@ class KernelSpec:
             sizes, or folded a number into another launch, leaves them out.
 
     Raises:
-        LaunchError: a parameter's kind is unknown.
+        LaunchError: a parameter's kind is unknown, two parameters or two macros have one name, a macro's name is not
+            one that C++ takes, or no block has so many threads.
     """
 
     source: str
@@ -203,6 +208,16 @@ class KernelSpec:
                 raise LaunchError(
                     f"{self.entry}: parameter '{name}' is of the unknown kind {kind!r}; there are {', '.join(_KINDS)}"
                 )
+        for what, pairs in (("parameter", self.params), ("macro", self.macros)):
+            names = [name for name, _ in pairs]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise LaunchError(f"{self.entry}: two {what}s are named {twice!r}")
+        for name, _ in self.macros:
+            if not _MACRO.fullmatch(name):
+                raise LaunchError(f"{self.entry}: a macro cannot be named {name!r}")
+        if not 1 <= self.threads <= _MAX_THREADS:
+            raise LaunchError(f"{self.entry}: threads must be in [1, {_MAX_THREADS}], got {self.threads}")
 
     @cached_property
     def layout(self) -> tuple[ParamInfo, ...]:
@@ -253,8 +268,8 @@ class LaunchConfig:
             for axis, extent, low, high in zip("xyz", extents, lows, highs, strict=True):
                 if not low <= extent <= high:
                     raise LaunchError(f"{name}.{axis} = {extent} is outside [{low}, {high}]")
-        if math.prod(self.block) > 1024:
-            raise LaunchError(f"block {self.block} has {math.prod(self.block)} threads; CUDA allows 1024")
+        if math.prod(self.block) > _MAX_THREADS:
+            raise LaunchError(f"block {self.block} has {math.prod(self.block)} threads; CUDA allows {_MAX_THREADS}")
         try:
             object.__setattr__(self, "shared_bytes", as_index(self.shared_bytes))
         except TypeError:
@@ -407,6 +422,9 @@ class PreparedLaunch:
         self._block[:], addresses = packed
         for position, address in addresses.items():
             self.tensor_maps[position].address = address
+
+    def __repr__(self) -> str:
+        return f"PreparedLaunch({self.label})"
 
     def bind(self, *pointers: int) -> None:
         """Renew the pointers that come before any other argument, all of them, without further checks.

@@ -191,6 +191,29 @@ def test_an_unknown_parameter_kind_is_refused_with_the_known_ones(rt: nx.CudaRun
         rt.nvrtc_function("m", ADD_ONE.source, "add_one", [("x", "half"), ("n", "i32")])
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"params": (nx.Param("x", "ptr"), nx.Param("x", "i32"))}, "add_one: two parameters are named 'x'"),
+        ({"macros": (("TILE", "1"), ("TILE", "2"))}, "add_one: two macros are named 'TILE'"),
+        ({"macros": (("A B", "1"),)}, "add_one: a macro cannot be named 'A B'"),
+        ({"threads": 0}, r"add_one: threads must be in \[1, 1024\], got 0"),
+        ({"threads": 1025}, r"add_one: threads must be in \[1, 1024\], got 1025"),
+    ],
+    ids=str,
+)
+def test_a_specialisation_that_no_compiler_takes_is_refused(fields: dict[str, object], message: str) -> None:
+    whole: dict[str, object] = {"source": "m", "entry": "add_one", "params": (), "threads": 32}
+    nx.KernelSpec(**{**whole, "macros": (("TWICE(x)", "2 * (x)"),)})
+    with pytest.raises(nx.LaunchError, match=f"^{message}$"):
+        nx.KernelSpec(**{**whole, **fields})
+
+
+def test_a_prepared_launch_prints_what_it_launches() -> None:
+    launch = packed([("a", "i32")], 1)
+    assert repr(launch) == f"PreparedLaunch({launch.label})"
+
+
 def test_renewing_an_argument_writes_that_one_alone() -> None:
     launch = packed([("a", "i32"), ("b", "i32"), ("c", "i32")], 1, 2, 3)
     launch.set(1, -9)

@@ -93,14 +93,21 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
-            raise KernelError(OP, f"mode must be {' or '.join(map(repr, _MODES))}, got {self.mode!r}", operand=_MODE)
+            raise KernelError(OP, f"mode must be {' or '.join(map(repr, _MODES))}, got {self.mode!r}", operand="mode")
         if self.workspace_bytes <= 0:
             raise KernelError(OP, f"workspace_bytes must be > 0, got {self.workspace_bytes}", operand="workspace_bytes")
 
     @classmethod
     def from_environment(cls) -> Options:
-        """The defaults, and the mode that the environment variable ``NXRT_CUDA_DSA`` names."""
-        return cls(mode=os.environ.get(_MODE) or "auto")
+        """The defaults, and the mode that the environment variable ``NXRT_CUDA_DSA`` names.
+
+        Raises:
+            KernelError: it names none.
+        """
+        mode = os.environ.get(_MODE) or "auto"
+        if mode not in _MODES:
+            raise KernelError(OP, f"{_MODE} must be {' or '.join(_MODES)}, got {mode!r}", operand=_MODE)
+        return cls(mode=mode)
 
 
 class Attributes(NamedTuple):

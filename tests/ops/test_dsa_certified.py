@@ -140,8 +140,10 @@ def test_the_environment_or_the_factory_s_options_name_the_mode(
         kernel.execute(operands.inputs, [operands.output])
         assert kernel.choice.variant is variant
     monkeypatch.setenv("NXRT_CUDA_DSA", "fast")
-    with pytest.raises(nx.KernelError, match="mode must be 'auto' or 'strict', got 'fast'"):
+    with pytest.raises(nx.KernelError, match="NXRT_CUDA_DSA must be auto or strict, got 'fast'"):
         nx.create_kernel(rt, case.node)
+    with pytest.raises(nx.KernelError, match="mode must be 'auto' or 'strict', got 'fast'"):
+        Options(mode="fast")
     with pytest.raises(nx.KernelError, match="workspace_bytes must be > 0, got 0"):
         Options(workspace_bytes=0)
 
