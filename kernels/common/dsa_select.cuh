@@ -194,7 +194,7 @@ __device__ __forceinline__ void search_group(
 template <bool kExactProduct, int kCount, typename Smem>
 __device__ __forceinline__ void dot_keys(float (&dots)[kLaneHeads][kCount], const Smem& smem, const float* staged) {
     const int lane = threadIdx.x % kWarpSize;
-#pragma unroll(sizeof(Element) / (kCount == 1 ? 1 : 2))
+#pragma unroll(kCount == 1 ? 16 / sizeof(Element) : sizeof(Element) / 2)
     for (int d = 0; d < kHeadDim; d += kAccess) {
         float q[kLaneHeads][kAccess];
 #pragma unroll

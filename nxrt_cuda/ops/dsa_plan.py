@@ -85,7 +85,7 @@ def choose_variant(
     if team is not None:
         return DsaChoice(
             DsaVariant.CERTIFIED_DECODE,
-            f"tensor-core scores in one launch, {team.blocks} blocks a decode step's row, {repaired}",
+            f"a decode step in one launch, {team.blocks} block(s) a row: tensor-core scores, {repaired}",
         )
     if certified.abilities(compute_capability).has_wgmma:
         return DsaChoice(DsaVariant.CERTIFIED, f"tensor-core scores, {repaired}")

@@ -210,9 +210,8 @@ def _decode_entry(launch: HostLaunch) -> None:
     element, rows = _ELEMENTS[launch.macros["ELEMENT"]], launch.grid[0] // blocks
     if launch.grid[0] != rows * blocks or not (blocks - 1) * block_keys < key_seq <= blocks * block_keys:
         raise ValueError(f"{launch.grid[0]} blocks, {blocks} a row, each with {block_keys} of {key_seq} keys")
-    own_bytes = launch.shared_bytes - int(launch.macros["SHARED_BYTES"])
-    if block_keys % int(launch.macros["BLOCK_KEYS"]) or own_bytes != 4 * block_keys:
-        raise ValueError(f"{block_keys} keys a block, and {own_bytes} bytes for their scores")
+    if block_keys % int(launch.macros["BLOCK_KEYS"]) or launch.shared_bytes != int(launch.macros["SHARED_BYTES"]):
+        raise ValueError(f"{block_keys} keys a block, and {launch.shared_bytes} bytes of shared memory")
     query_map, key_map = (HostTensorMap.decode(args[name]) for name in ("query_map", "key_map"))
     if query_map.extents != (depth, rows * heads, 1) or query_map.box != (64, heads, 1):
         raise ValueError(f"{query_map} does not describe {rows} rows of {heads} heads of {depth}")
