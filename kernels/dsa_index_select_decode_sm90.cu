@@ -671,7 +671,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_decod
                         CacheHint::kEvictLast);
         }
     }
-    // The other stages would keep what is loaded below from arriving.
     const auto fill_stages = [&](int begin, int end) {
         if (threadIdx.x == 0) {
 #pragma unroll 1
@@ -680,7 +679,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_decod
             }
         }
     };
-    fill_stages(0, 1);
     for (unsigned int t = threadIdx.x; t < length; t += kThreads) {
         copy_async<4>(shared_address(&values[t]), row_bias + t, true);
     }
@@ -698,6 +696,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_decod
     }
     copy_async_wait<0>();
     __syncthreads();
+    // All keys at once, and any sooner, would keep the biases and the query from arriving.
+    fill_stages(0, 1);
     Team team = {smem, shared, TeamBarrier(barrier_word, smem.first_phase), rank, blocks};
     // By the warpgroup that is first to arrive for the block.
     if (threadIdx.x < kWarpgroup) {

@@ -24,8 +24,9 @@ to score with; B = 0 or S = 0 is a counted execution without launches; T = 0 wri
 
 There are two variants, which select the same: strict, which computes every score in the definition's order, and
 certified, which scores on tensor cores and repairs what their error leaves open (``docs/dsa_exactness.md``); the latter
-has kernels for Hopper, one of which does all of a decode step, and ones for every device. :func:`nxrt_cuda.ops.dsa_plan.choose_variant` decides; the variable
-``NXRT_CUDA_DSA=strict``, or :class:`Options` given to the factory, leaves the strict one alone.
+has kernels for Hopper, one of which does all of a decode step, and ones for every device.
+:func:`nxrt_cuda.ops.dsa_plan.choose_variant` decides; the variable ``NXRT_CUDA_DSA=strict``, or :class:`Options` given
+to the factory, leaves the strict one alone.
 
 All launches share a workspace that the kernel object owns. It keeps its address from the warm-up through
 capture to the last replay, and grows only outside captures. Nothing synchronises or copies to the host.
