@@ -589,6 +589,7 @@ __device__ __forceinline__ void classify_and_list(Smem& smem, Range decided, uns
         const unsigned int in = __ballot_sync(kFullWarp, is_in);
         const unsigned int band = __ballot_sync(kFullWarp, !is_out && !is_in);
         unsigned int first = 0;
+        __syncwarp();  // all lanes have read the word that is replaced
         if (lane == 0) {
             smem.in[w] = in;
             smem.band[w] = band;
