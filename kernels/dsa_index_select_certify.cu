@@ -19,25 +19,13 @@
 #include "common/async_copy.cuh"
 #include "common/block_scan.cuh"
 #include "common/cluster.cuh"
-#include "common/dsa_select.cuh"
+#include "common/dsa_repair.cuh"
 #include "common/mbarrier.cuh"
 #include "common/tma.cuh"
 
 constexpr int kCluster = CLUSTER;
 // From sm_100 on the compiler needs more registers for what is in flight.
 constexpr int kBlocksPerSm = kThreads > 256 ? 1 : sizeof(Element) == 4 || __CUDA_ARCH__ >= 1000 ? 2 : 3;
-
-// How often a crowded bin is split at most. So is one of the two that are open, as the sample may have missed the far
-// ones.
-constexpr int kMaxSplits = 5;
-
-// Where the row's greatest e leaves open more keys, each key's own is looked at.
-constexpr unsigned int kWideBand = 96;
-
-struct Counts {
-    unsigned int in, band;                // keys of the cluster
-    unsigned int in_before, band_before;  // of the blocks before
-};
 
 struct Smem {
     alignas(16) Element query[kHeads][kQueryPitch];
@@ -59,6 +47,8 @@ struct Smem {
     unsigned int bin[3];
     Counts counts;
     unsigned int row_flags;
+
+    __device__ __forceinline__ const Element* query_at(int head, int d) const { return &query[head][d]; }
 };
 
 static_assert(sizeof(Smem) == SHARED_BYTES, "the host gives a block this much, and room for scores behind it");
@@ -103,29 +93,6 @@ __device__ __forceinline__ void reduce_cluster(
     }
 }
 
-template <int kCount>
-__device__ __forceinline__ void reduce_max(Smem& smem, unsigned int (&values)[kCount], unsigned int& turn) {
-    unsigned int before[kCount];
-    reduce_warp<kCount>(smem, values, turn);
-    __syncthreads();
-    reduce_block<kCount>(smem, values, turn);
-    share_values(smem, values, turn);
-    cluster_sync<kCluster>();
-    reduce_cluster<kCount>(smem, values, before, turn);
-}
-
-// Of sums that all threads of a block know, those of the cluster, and those of the blocks before.
-template <int kCount>
-__device__ __forceinline__ void sum_blocks(
-    Smem& smem, unsigned int (&values)[kCount], unsigned int (&before)[kCount], unsigned int& turn) {
-    if constexpr (kCluster > 1) {
-        turn ^= 1;
-        share_values(smem, values, turn);
-        cluster_sync<kCluster>();
-    }
-    reduce_cluster<0>(smem, values, before, turn);
-}
-
 // Begin to bring the row's scores of this block, and its query, to shared memory.
 __device__ __forceinline__ void load_row(Smem& smem, const Row& row, const Element* query, float* values) {
     const unsigned int score_bytes = (row.length + 3) / 4 * 16;
@@ -139,15 +106,6 @@ __device__ __forceinline__ void load_row(Smem& smem, const Row& row, const Eleme
         copy_async<16>(shared_address(&smem.query[i / kHeadDim][i % kHeadDim]), query + i, true);
     }
     copy_async_commit();
-}
-
-// The strict scores of n listed keys, kCount to a warp at a time.
-template <int kCount>
-__device__ __forceinline__ void score_listed(
-    Smem& smem, const Row& row, bool fuses, float scale, unsigned int n, unsigned int* values) {
-    for (unsigned int i = threadIdx.x / kWarpSize * kCount; i < n; i += kWarps * kCount) {
-        score_keys<kCount>(smem, row, fuses, scale, &smem.listed[i], min(n - i, kCount), values);
-    }
 }
 
 // Turn scores without bias into f.
@@ -206,187 +164,43 @@ __device__ __forceinline__ Bin locate_bin(Smem& smem, unsigned int rank) {
     return {smem.bin[0], smem.bin[1], smem.bin[2]};
 }
 
-// The same where nothing has been summed yet.
-__device__ __forceinline__ Bin find_bin(Smem& smem, unsigned int rank) {
-    __syncthreads();
-    sum_groups(smem);
-    cluster_sync<kCluster>();
-    return locate_bin(smem, rank);
-}
+// The blocks of a cluster, as common/dsa_repair.cuh has them.
+struct Team {
+    Smem& smem;
+    unsigned int& turn;
 
-struct Bins : BinScale {
-    // Whatever low and high are, no difference of finite numbers times per_unit is a NaN.
-    __device__ __forceinline__ Bins(float low, float high)
-        : BinScale{low, fminf(fmaxf(__fdiv_rn(kBins - 3, __fsub_rn(high, low)), 0x1p-118f), 0x1p127f)} {}
+    template <int kCount>
+    __device__ __forceinline__ void reduce_max(unsigned int (&values)[kCount]) {
+        unsigned int before[kCount];
+        reduce_warp<kCount>(smem, values, turn);
+        __syncthreads();
+        reduce_block<kCount>(smem, values, turn);
+        share_values(smem, values, turn);
+        cluster_sync<kCluster>();
+        reduce_cluster<kCount>(smem, values, before, turn);
+    }
 
-    __device__ static __forceinline__ bool is_open(unsigned int bin) { return bin == 0 || bin == kBins - 1; }
+    template <int kCount>
+    __device__ __forceinline__ void sum_blocks(unsigned int (&values)[kCount], unsigned int (&before)[kCount]) {
+        if constexpr (kCluster > 1) {
+            turn ^= 1;
+            share_values(smem, values, turn);
+            cluster_sync<kCluster>();
+        }
+        reduce_cluster<0>(smem, values, before, turn);
+    }
 
-    // Whatever falls into the bin is within, for what bin() rounds to its number: 1/2 either way, and x - low as far
-    // as the next float.
-    __device__ __forceinline__ Range edges(unsigned int bin) const {
-        constexpr float kLeast = 0x1p-149f;
-        const float above = __fadd_ru(__fdiv_ru(bin - 0.5f, per_unit), kLeast);
-        const float below = __fadd_rd(__fdiv_rd(bin - 1.5f, per_unit), -kLeast);
-        return {bin == 0 ? -infinity() : __fadd_rd(low, below), bin == kBins - 1 ? infinity() : __fadd_ru(low, above)};
+    __device__ __forceinline__ void renew_bins() { renew_histogram<kCluster>(smem); }
+
+    __device__ __forceinline__ void count(unsigned int bin) { atomicAdd(&smem.histogram[bin], 1); }
+
+    __device__ __forceinline__ Bin find_bin(unsigned int rank) {
+        __syncthreads();
+        sum_groups(smem);
+        cluster_sync<kCluster>();
+        return locate_bin(smem, rank);
     }
 };
-
-__device__ __forceinline__ float get(float4 values, int i) {
-    return i == 0 ? values.x : i == 1 ? values.y : i == 2 ? values.z : values.w;
-}
-
-// Below the lower f a key is out, above the upper one it is in, if no key of the row has a greater error and the
-// top_k-th greatest f is within the edges: f - e and f + e grow with f where e = error + per_score |f|. What is not a
-// number decides nothing.
-__device__ __forceinline__ Range thresholds(Range edges, float per_score, float error) {
-    const float in = __fadd_ru(score_range(per_score, error, edges.upper).upper, error);
-    const float out = __fsub_rd(score_range(per_score, error, edges.lower).lower, error);
-    const float more = __fmul_ru(per_score, 1.0f + 0x1p-20f);  // for per_score of the thresholds themselves
-    return {__fsub_rd(out, __fmul_ru(more, fabsf(out))), __fadd_ru(in, __fmul_ru(more, fabsf(in)))};
-}
-
-// An interval of f that holds the top_k-th greatest of the row. It has been counted in bins, and groups have been
-// summed.
-__device__ __forceinline__ Range bracket_last_winner(
-    Smem& smem, Bins bins, const float* values, unsigned int n_words, unsigned int top_k, unsigned int& turn) {
-    const int lane = threadIdx.x % kWarpSize;
-    Bin bin = locate_bin(smem, top_k);
-    for (int split = 0; split < kMaxSplits && (bin.count > kCrowdedBin || Bins::is_open(bin.index)); ++split) {
-        float low = infinity();
-        float high = -infinity();
-        for_each_key(smem.in, values, n_words, [&](unsigned int, const auto& group, const auto& f) {
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                if ((group[i] >> lane & 1) != 0 && bins.bin(f[i]) == bin.index) {
-                    low = fminf(low, f[i]);
-                    high = fmaxf(high, f[i]);
-                }
-            }
-        });
-        unsigned int extremes[2] = {~total_order_key(low), total_order_key(high)};
-        reduce_max(smem, extremes, turn);
-        low = from_total_order_key(~extremes[0]);
-        high = from_total_order_key(extremes[1]);
-        if (low == high) return {low, high};
-        bins = Bins(low, high);
-        renew_histogram<kCluster>(smem);
-        for_each_key(smem.in, values, n_words, [&](unsigned int, const auto& group, const auto& f) {
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                if ((group[i] >> lane & 1) != 0) atomicAdd(&smem.histogram[bins.bin(f[i])], 1);
-            }
-        });
-        bin = find_bin(smem, top_k);
-    }
-    return bins.edges(bin.index);
-}
-
-// Decide what each key's own error decides of the band, which holds all keys within the edges.
-__device__ __forceinline__ void narrow_band(
-    Smem& smem, Range edges, float per_score, const float* values, unsigned int n_words, unsigned int& turn) {
-    const int lane = threadIdx.x % kWarpSize;
-    float upper = -infinity();
-    float lower = infinity();
-    for_each_key(smem.band, values, n_words, [&](unsigned int w, const auto& group, const auto& f) {
-        const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            const Range range = score_range(per_score, get(errors, i), f[i]);
-            const bool is_open = group[i] >> lane & 1;
-            if (is_open && f[i] <= edges.upper) upper = fmaxf(upper, range.upper);
-            if (is_open && f[i] >= edges.lower) lower = fminf(lower, range.lower);
-        }
-    });
-    unsigned int extremes[2] = {total_order_key(upper), ~total_order_key(lower)};
-    reduce_max(smem, extremes, turn);
-    upper = from_total_order_key(extremes[0]);
-    lower = from_total_order_key(~extremes[1]);
-    for_each_key(smem.band, values, n_words, [&](unsigned int w, const auto& group, const auto& f) {
-        const float4 errors = *reinterpret_cast<const float4*>(&smem.errors[w]);
-        alignas(16) unsigned int in[kWords];
-        unsigned int band[kWords];
-        load_words(in, &smem.in[w]);
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            const Range range = score_range(per_score, get(errors, i), f[i]);
-            const unsigned int decided_in = group[i] & __ballot_sync(kFullWarp, range.lower > upper);
-            in[i] |= decided_in;
-            band[i] = group[i] & ~decided_in & ~__ballot_sync(kFullWarp, range.upper < lower);
-        }
-        __syncwarp();  // all lanes have read the words that are replaced
-        store_words(&smem.in[w], in);
-        store_words(&smem.band[w], band);
-    });
-    __syncthreads();
-}
-
-// Replace f of the block's n_band band keys by their strict scores, as total order keys. `f_is_strict` says that
-// f is the strict score already.
-__device__ __forceinline__ void score_band(
-    Smem& smem, const Row& row, bool fuses, bool f_is_strict, float scale, float* values,
-    unsigned int band_before, unsigned int n_band) {
-    unsigned int* strict_keys = reinterpret_cast<unsigned int*>(values);
-    for (unsigned int chunk = 0; chunk < n_band; chunk += kListed) {
-        unsigned int place = band_before - chunk;
-        for (unsigned int rest = smem.band[threadIdx.x]; rest != 0; rest &= rest - 1, ++place) {
-            if (place < kListed) smem.listed[place] = threadIdx.x * 32 + __ffs(rest) - 1;
-        }
-        // Nobody reads the histogram, which shares its memory with the staged keys, any longer.
-        __syncthreads();
-        const unsigned int listed = min(n_band - chunk, kListed);
-        if (f_is_strict) {
-            for (unsigned int i = threadIdx.x; i < listed; i += kThreads) {
-                const unsigned int t = smem.listed[i];
-                strict_keys[t] = total_order_key(values[t]);
-            }
-        } else if (listed <= kWarps) {
-            score_listed<1>(smem, row, fuses, scale, listed, strict_keys);
-        } else if (listed <= kWarps * 2) {
-            score_listed<2>(smem, row, fuses, scale, listed, strict_keys);
-        } else if (listed <= kWarps * 3) {
-            score_listed<3>(smem, row, fuses, scale, listed, strict_keys);
-        } else {
-            score_listed<kKeys>(smem, row, fuses, scale, listed, strict_keys);
-        }
-        __syncthreads();
-    }
-}
-
-// Counts the bits of smem.in and smem.band; what is known of the cluster goes to smem.counts. Returns the band keys of
-// the threads before, and in n_band the block's.
-__device__ __forceinline__ unsigned int count_keys(Smem& smem, unsigned int& n_band, unsigned int& turn) {
-    unsigned int block;
-    const unsigned int own = block_exclusive_scan<kThreads>(
-        __popc(smem.in[threadIdx.x]) << 16 | __popc(smem.band[threadIdx.x]), block, smem.scan);
-    n_band = block & 0xffff;
-    unsigned int totals[2] = {block >> 16, n_band};
-    unsigned int before[2];
-    sum_blocks(smem, totals, before, turn);
-    if (threadIdx.x == 0) smem.counts = {totals[0], totals[1], before[0], before[1]};
-    __syncthreads();
-    return own & 0xffff;
-}
-
-// The exact rank-th greatest key of the band.
-__device__ __forceinline__ Winners select_band(Smem& smem, const unsigned int* values, unsigned int rank) {
-    unsigned int prefix = 0;
-    for (int shift = 32; shift > 0;) {
-        const int bits = min(kDigitBits, shift);
-        shift -= bits;
-        renew_histogram<kCluster>(smem);
-        for (unsigned int band = smem.band[threadIdx.x]; band != 0; band &= band - 1) {
-            const unsigned int key = values[threadIdx.x * 32 + __ffs(band) - 1];
-            // Shifted twice, because shift + bits may be 32.
-            if (((key ^ prefix) >> shift >> bits) == 0) {
-                atomicAdd(&smem.histogram[key >> shift & ((1u << bits) - 1)], 1);
-            }
-        }
-        const Bin bin = find_bin(smem, rank);
-        rank -= bin.above;
-        prefix |= bin.index << shift;
-    }
-    return {prefix, rank};
-}
 
 // Add the `wanted` best of the cluster's n_total band keys to smem.in: each key counts those better than it. The
 // block's n_band keys are still listed; `before` lie in the blocks before it. Returns how many of those are among the
@@ -454,6 +268,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
     const unsigned int key_blocks = (key_seq + kBlockKeys - 1) / kBlockKeys;
     const unsigned int first_key = min(rank * block_keys, key_seq);
     unsigned int turn = 0;
+    Team team = {smem, turn};
     unsigned int loads = 0;
     if (threadIdx.x == 0) {
         mbarrier_init(smem.loaded, 1);
@@ -514,8 +329,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
             reduce_block<2>(smem, reach, turn);
             const float low = from_total_order_key(~reach[0]);
             const float high = from_total_order_key(reach[1]);
-            // A quarter more for the few greatest, which are often the ones looked for.
-            const Bins bins(low, __fmaf_rn(0.25f, __fsub_rn(high, low), high));
+            const Bins bins = Bins::beyond(low, high);
             mbarrier_wait(smem.loaded, loads & 1);
             ++loads;
 
@@ -574,57 +388,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
                 Range edges = {-infinity(), infinity()};
                 Range decided = edges;
                 if (is_regular) {
-                    edges = bracket_last_winner(smem, bins, values, row.n_words, top_k, turn);
+                    const Bin bin = locate_bin(smem, top_k);
+                    edges = bracket_last_winner(team, smem, bins, bin, values, row.n_words, top_k);
                     decided = thresholds(edges, per_score, __uint_as_float(summary[0]));
                 }
-                for_each_key(smem.in, values, row.n_words, [&](unsigned int w, const auto& group, const auto& f) {
-                    unsigned int in[kWords];
-                    bool is_open[kWords];
-                    bool is_any_open = false;
-#pragma unroll
-                    for (int i = 0; i < kWords; ++i) {
-                        const bool is_out = f[i] < decided.lower;
-                        is_open[i] = !is_out && !(f[i] > decided.upper);
-                        is_any_open = is_any_open || is_open[i];
-                        in[i] = group[i] & ~__ballot_sync(kFullWarp, is_out);
-                    }
-                    if (__any_sync(kFullWarp, is_any_open)) {
-                        unsigned int band[kWords];
-#pragma unroll
-                        for (int i = 0; i < kWords; ++i) {
-                            band[i] = in[i] & __ballot_sync(kFullWarp, is_open[i]);
-                            in[i] &= ~band[i];
-                        }
-                        store_words(&smem.band[w], band);
-                    }
-                    __syncwarp();  // all lanes have read the words that are replaced
-                    store_words(&smem.in[w], in);
-                });
-                __syncthreads();
-                unsigned int n_band;
-                unsigned int own_band = count_keys(smem, n_band, turn);
+                classify(smem, decided, values, row.n_words);
+                BlockCounts block = count_keys(team, smem);
                 if (is_regular && smem.counts.band > kWideBand) {
-                    narrow_band(smem, edges, per_score, values, row.n_words, turn);
-                    own_band = count_keys(smem, n_band, turn);
+                    narrow_band(team, smem, edges, per_score, values, row.n_words);
+                    block = count_keys(team, smem);
                 }
                 const bool fuses = smem.row_flags & kFusingRow;
-                score_band(smem, row, fuses, is_exact && is_regular, scale, values, own_band, n_band);
+                score_band(smem, row, fuses, is_exact && is_regular, scale, values, block.band_before, block.band);
                 const Counts counts = smem.counts;
                 const unsigned int wanted = top_k - counts.in;
                 is_ranked = counts.band <= kRanked;
                 if (is_ranked) {
-                    winners_before = counts.in_before + rank_band(smem, strict_keys, n_band, counts.band_before,
+                    winners_before = counts.in_before + rank_band(smem, strict_keys, block.band, counts.band_before,
                                                                   counts.band, wanted);
                     in_word = smem.in[threadIdx.x];
                 } else {
-                    const Winners winners = select_band(smem, strict_keys, wanted);
+                    const Winners winners = select_band(team, smem, strict_keys, wanted);
                     ties = winners.ties;
                     in_word = smem.in[threadIdx.x];
-                    for (unsigned int rest = smem.band[threadIdx.x]; rest != 0; rest &= rest - 1) {
-                        const unsigned int strict_key = strict_keys[threadIdx.x * 32 + __ffs(rest) - 1];
-                        if (strict_key > winners.key) in_word |= rest & -rest;
-                        if (strict_key == winners.key) equal_word |= rest & -rest;
-                    }
+                    equal_word = add_winners(in_word, smem, strict_keys, winners);
                 }
                 if (threadIdx.x == 0 && rank == 0 && !is_exact) {
                     if (!is_regular) atomicAdd(&counters[0], 1ull);
@@ -651,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
         const unsigned int block_equal = block_counts >> 16;
         unsigned int totals[2] = {block_in, block_equal};
         unsigned int before[2] = {winners_before, 0};
-        if (!is_ranked) sum_blocks(smem, totals, before, turn);
+        if (!is_ranked) team.sum_blocks(totals, before);
         const unsigned int ties_before = min(before[1], ties);  // in the blocks before
         const unsigned int equal_before = before[1] + (counts_before >> 16);
         unsigned int place = (counts_before & 0xffff) + min(equal_before, ties) - ties_before;

@@ -64,6 +64,8 @@ struct Smem {
     BlockScanScratch<kThreads> scan;
     unsigned int warp_values[2][3][kWarps];  // of reductions, by turns
     unsigned int bin[3];
+
+    __device__ __forceinline__ const Element* query_at(int head, int d) const { return &query[head][d]; }
 };
 
 static_assert(sizeof(Smem) == SHARED_BYTES, "the host gives a block this much, and room for scores behind it");

@@ -241,6 +241,9 @@ class KernelSpec:
 class LaunchConfig:
     """Grid and block extents and dynamic shared memory of one launch, in blocks, threads and bytes.
 
+    The blocks of a ``cooperative`` launch run at the same time, so that they may wait for each other; the driver
+    refuses one that the device has no room for.
+
     Kept as tuples of int, from whatever sequences of whole numbers they are given as, NumPy's included.
 
     Raises:
@@ -252,6 +255,7 @@ class LaunchConfig:
     grid: Dim3
     block: Dim3
     shared_bytes: int = 0
+    cooperative: bool = False
 
     def __post_init__(self) -> None:
         for name, given, lows, highs in (

@@ -737,13 +737,15 @@ class CudaRuntime(ProcessBound):
                 return
             work = (prepared.function.handle, config.grid, config.block, config.shared_bytes)
             if prepared.home is not session:
-                prepared.start = self._driver.ready_launch_kernel(*work, self._streams.compute, prepared.params)
+                prepared.start = self._driver.ready_launch_kernel(
+                    *work, self._streams.compute, prepared.params, config.cooperative
+                )
                 prepared.home = session
             enqueue: Callable[..., None] = session.enqueue
             if session.tracer is not None:
                 enqueue = partial(session.tracer.run, prepared.activity, self._streams.current, enqueue)
             try:
-                enqueue(self._driver.launch_kernel, *work, self._streams.current, prepared.params)
+                enqueue(self._driver.launch_kernel, *work, self._streams.current, prepared.params, config.cooperative)
             except DriverError as error:
                 self._recorder.failed(prepared.label, error)
                 raise

@@ -15,6 +15,12 @@ struct NormWeights {
     float first, per_element, per_step, low;
     float floor;  // added to each norm, for elements whose squares or whose parts are below the normal range
 
+    // The weight of an element that `elements` are left from on, itself included, and `steps`.
+    __device__ __forceinline__ float of(int elements, int steps) const {
+        return __fmaf_rn(static_cast<float>(steps), per_step,
+                         __fmaf_rn(static_cast<float>(elements), per_element, first));
+    }
+
     // The norm from its squares, rounded up: the factor covers all roundings of the sum and of the root.
     __device__ __forceinline__ float norm(float squares) const {
         return __fmaf_rn(sqrtf(squares), 1.0f + 0x1p-10f, floor);
@@ -39,8 +45,7 @@ struct NormSums {
 
     // The weighted squares, if so many elements follow these, and so many steps after the last one that was ended.
     __device__ __forceinline__ float weighted(const NormWeights& weights, int elements_after, int steps_after) const {
-        const float each = __fmaf_rn(static_cast<float>(steps_after), weights.per_step,
-                                     __fmaf_rn(static_cast<float>(elements_after), weights.per_element, weights.first));
+        const float each = weights.of(elements_after, steps_after);
         const float own = __fmaf_rn(prefixes, weights.per_element, __fmul_rn(steps, weights.per_step));
         return __fmaf_rn(squares, each, __fmaf_rn(low, weights.low, own));
     }

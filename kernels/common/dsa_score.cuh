@@ -3,29 +3,15 @@
 #pragma once
 
 #include "common/block_scan.cuh"
+#include "common/dsa_bound.cuh"
 #include "common/dsa_layout.cuh"
 #include "common/dsa_norm.cuh"
 #include "common/element.cuh"
-#include "common/strict_score.cuh"
 
 constexpr int kHeads = HEADS;
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kThreads = THREADS;
 static_assert(kHeadDim == 64 || kHeadDim == 128, "what shared memory is laid out for");
-
-// What the tensor cores multiply.
-template <typename T>
-struct PartOf {
-    using Type = T;
-    static constexpr int kParts = 1;
-};
-template <>
-struct PartOf<float> {
-    using Type = __nv_bfloat16;
-    static constexpr int kParts = 2;
-};
-using Part = PartOf<Element>::Type;
-constexpr int kParts = PartOf<Element>::kParts;
 
 constexpr int kColumns = COLUMNS;  // (row, head) pairs of a tile
 constexpr int kTileRows = kColumns / kHeads;
@@ -135,6 +121,7 @@ private:
     unsigned int next_;   // the tile of this window's first flag, or the next tile where all are wanted
     unsigned int flags_;  // of four tiles: those still to come
 };
+
 // What bounds the error of one row; a warp's work.
 __device__ __forceinline__ void store_bound(const Problem& problem, unsigned int row) {
     constexpr int kWidth = 16 / sizeof(Element);
@@ -144,11 +131,7 @@ __device__ __forceinline__ void store_bound(const Problem& problem, unsigned int
     static_assert(kHeads % (kLoads * kWarpHeads) == 0, "no head is left over");
     const int lane = threadIdx.x % 32;
     const int d = lane % kAccesses * kWidth;
-    float norm_sum = 0.0f;
-    float weight_sum = 0.0f;
-    float max_norm = 0.0f;
-    bool is_zero = true;
-    ExactRange range;
+    HeadSums sums;
 #pragma unroll 1
     for (int h0 = lane / kAccesses; h0 < kHeads; h0 += kLoads * kWarpHeads) {
         const unsigned long long first = 1ull * row * kHeads + h0;
@@ -162,22 +145,8 @@ __device__ __forceinline__ void store_bound(const Problem& problem, unsigned int
         }
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-            NormSums sums;
-            unsigned int bits = 0;
-#pragma unroll
-            for (int i = 0; i < kWidth; ++i) {
-                const float value = to_f32(packs[j].values[i]);
-                if (kExactProducts<Element> == ExactProducts::kInRange) range.add(value);
-                bits |= __float_as_uint(value);
-                sums.add(value);
-                if (kParts == 2) {
-                    const float rest = __fsub_rn(value, to_f32(from_f32<Part>(value)));
-                    sums.add_low(to_f32(from_f32<Part>(rest)));
-                }
-            }
             weights[j] = __fmul_rn(weights[j], problem.weights_scale);
-            is_zero = is_zero && ((bits & 0x7fffffff) == 0 || weights[j] == 0.0f);
-            squares[j] = sums.weighted(problem.norm_weights, kHeadDim - d - kWidth, (kHeadDim - d + 15) / 16);
+            squares[j] = sums.squares<kHeadDim>(packs[j], weights[j], d, problem.norm_weights);
         }
 #pragma unroll
         for (int step = 1; step < kAccesses; step *= 2) {
@@ -186,33 +155,13 @@ __device__ __forceinline__ void store_bound(const Problem& problem, unsigned int
         }
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-            const float norm = problem.norm_weights.norm(squares[j]);
-            norm_sum += __fmaf_rn(fabsf(weights[j]), problem.error_scale, 0x1p-130f) * norm;
-            weight_sum += fabsf(weights[j]);
-            max_norm = norm > max_norm || isnan(norm) ? norm : max_norm;
+            sums.add_head(squares[j], weights[j], problem.error_scale, problem.norm_weights);
         }
     }
     // Lanes of one head hold the same; the sums go over the heads that a warp has at once.
 #pragma unroll
-    for (int step = kAccesses; step < 32; step *= 2) {
-        norm_sum += __shfl_xor_sync(kFullWarp, norm_sum, step);
-        weight_sum += __shfl_xor_sync(kFullWarp, weight_sum, step);
-        const float other = __shfl_xor_sync(kFullWarp, max_norm, step);
-        max_norm = other > max_norm || isnan(other) ? other : max_norm;
-    }
-    const bool is_exact = __all_sync(kFullWarp, is_zero);
-    const bool fuses = __all_sync(kFullWarp, range.holds());
-
-    constexpr float kUp = 1.0f + 0x1p-10f;
-    const float infinity = __int_as_float(0x7f800000);
-    const float per_norm = norm_sum * kUp;
-    const float most =
-        0x1p120f / (fmaxf(max_norm, 1.0f) * fmaxf(problem.scale, 1.0f) * fmaxf(weight_sum, 1.0f));
-    // A NaN or an infinity anywhere ends in one of these sums; fmaxf would drop a NaN.
-    const bool is_regular = per_norm < infinity && weight_sum < infinity && max_norm < infinity && most > 0.0f;
-    if (lane == 0) {
-        const float floor = (1.0f + weight_sum) * (1.0f + problem.scale) * (kHeadDim * 0x1p-120f);
-        problem.bounds[row] = {is_exact ? 0.0f : per_norm, is_exact ? 0.0f : floor, most,
-                               (is_regular ? kRegularRow : 0) | (is_exact ? kExactRow : 0) | (fuses ? kFusingRow : 0)};
-    }
+    for (int step = kAccesses; step < 32; step *= 2) sums.join(step);
+    sums.is_zero = __all_sync(kFullWarp, sums.is_zero);
+    sums.fuses = __all_sync(kFullWarp, sums.fuses);
+    if (lane == 0) problem.bounds[row] = sums.bound<kHeadDim>(problem.scale);
 }

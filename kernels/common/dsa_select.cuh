@@ -1,4 +1,4 @@
-// What the two selections of the certified DsaIndexSelect share: groups of words, bins, and strict scores.
+// What the selections of the certified DsaIndexSelect share: groups of words, bins, and strict scores.
 //
 // docs/dsa_exactness.md proves that the strict score of a key lies within [f - e, f + e], f being its approximate score
 // with the bias, and derives e. They decide of most keys whether they are among the top_k of a row; the others, some
@@ -6,7 +6,7 @@
 // all its keys in the band: the same steps then are the strict algorithm. No position depends on the order in which
 // threads arrive.
 //
-// Each kernel has a Smem and a Row of its own; what is used of them here has the same name in both.
+// Each kernel has a Smem and a Row of its own; what is used of them here has the same name in all.
 #pragma once
 
 #include "common/block_scan.cuh"
@@ -194,11 +194,11 @@ __device__ __forceinline__ void search_group(
 template <bool kExactProduct, int kCount, typename Smem>
 __device__ __forceinline__ void dot_keys(float (&dots)[kLaneHeads][kCount], const Smem& smem, const float* staged) {
     const int lane = threadIdx.x % kWarpSize;
-#pragma unroll(sizeof(Element) / (kCount == 1 ? 1 : 2))
+#pragma unroll(kCount == 1 ? 16 / sizeof(Element) : sizeof(Element) / 2)
     for (int d = 0; d < kHeadDim; d += kAccess) {
         float q[kLaneHeads][kAccess];
 #pragma unroll
-        for (int h = 0; h < kLaneHeads; ++h) load_f32(&smem.query[h * 32 + lane][d], q[h]);
+        for (int h = 0; h < kLaneHeads; ++h) load_f32(smem.query_at(h * 32 + lane, d), q[h]);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
             alignas(16) float k[kAccess];

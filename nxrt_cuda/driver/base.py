@@ -178,13 +178,30 @@ class Driver(Protocol):
         ...
 
     def launch_kernel(
-        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        stream: int,
+        params: int,
+        cooperative: bool = False,
     ) -> None:
-        """``params`` is the address of an array of pointers, one to each argument's value."""
+        """``params`` is the address of an array of pointers, one to each argument's value.
+
+        The blocks of a ``cooperative`` launch run at the same time, or it is refused.
+        """
         ...
 
     def ready_launch_kernel(
-        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        stream: int,
+        params: int,
+        cooperative: bool = False,
     ) -> ReadyCall:
         """:meth:`launch_kernel`, to be made many times; makes no driver call."""
         ...
@@ -212,7 +229,10 @@ class Driver(Protocol):
     def graph_kernel_node_set_params(
         self, node: int, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int
     ) -> None:
-        """As :meth:`launch_kernel`, of a node that a launch was captured as; the argument values are copied."""
+        """As :meth:`launch_kernel`, of a node that a launch was captured as; the argument values are copied.
+
+        A cooperative launch remains one.
+        """
         ...
 
     def graph_memcpy_node_set_params(self, node: int, dst: int, src: int, nbytes: int, context: int) -> None:

@@ -59,6 +59,7 @@ class CudaDriver:
         # Bound once: these run in every launch or replay.
         self._ctx_get_current = driver.cuCtxGetCurrent
         self._launch_kernel = driver.cuLaunchKernel
+        self._launch_cooperative_kernel = driver.cuLaunchCooperativeKernel
         self._graph_launch = driver.cuGraphLaunch
         self._graph_exec_kernel_node_set_params = driver.cuGraphExecKernelNodeSetParams
         self._stream_is_capturing = driver.cuStreamIsCapturing
@@ -297,24 +298,44 @@ class CudaDriver:
             infos.append(ParamInfo(int(offset), int(size)))
 
     def launch_kernel(
-        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        stream: int,
+        params: int,
+        cooperative: bool = False,
     ) -> None:
-        (status,) = self._launch_kernel(function, *grid, *block, shared_bytes, stream, params, 0)
+        if cooperative:
+            (status,) = self._launch_cooperative_kernel(function, *grid, *block, shared_bytes, stream, params)
+        else:
+            (status,) = self._launch_kernel(function, *grid, *block, shared_bytes, stream, params, 0)
         if status:
-            raise self._launch_error(status, grid, block, shared_bytes)
+            raise self._launch_error(status, grid, block, shared_bytes, cooperative)
 
     def ready_launch_kernel(
-        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        stream: int,
+        params: int,
+        cooperative: bool = False,
     ) -> ReadyCall:
         cuda = self._cuda
-        arguments = (cuda.CUfunction(function), *grid, *block, shared_bytes, cuda.CUstream(stream), params, 0)
+        arguments = (cuda.CUfunction(function), *grid, *block, shared_bytes, cuda.CUstream(stream), params)
         return ReadyCall(
-            partial(self._launch_kernel, *arguments),
-            lambda status: self._launch_error(status, grid, block, shared_bytes),
+            partial(self._launch_cooperative_kernel, *arguments)
+            if cooperative
+            else partial(self._launch_kernel, *arguments, 0),
+            lambda status: self._launch_error(status, grid, block, shared_bytes, cooperative),
         )
 
-    def _launch_error(self, status: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> DriverError:
-        return self._error("cuLaunchKernel", status, f"grid {grid}, block {block}, {shared_bytes} shared bytes")
+    def _launch_error(self, status: Any, grid: Dim3, block: Dim3, shared_bytes: int, cooperative: bool) -> DriverError:
+        call = "cuLaunchCooperativeKernel" if cooperative else "cuLaunchKernel"
+        return self._error(call, status, f"grid {grid}, block {block}, {shared_bytes} shared bytes")
 
     # Capture and graphs.
 

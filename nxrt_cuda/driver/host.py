@@ -477,15 +477,29 @@ class HostDriver(HostCalls):
 
     @driver_call("cuLaunchKernel")
     def launch_kernel(
-        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        stream: int,
+        params: int,
+        cooperative: bool = False,
     ) -> None:
         target = self._stream(stream)
-        self._submit(target, self._kernel_call(function, grid, block, shared_bytes, params))
+        self._submit(target, self._kernel_call(function, grid, block, shared_bytes, params, cooperative))
 
     def ready_launch_kernel(
-        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, stream: int, params: int
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        stream: int,
+        params: int,
+        cooperative: bool = False,
     ) -> ReadyCall:
-        return _ready(lambda: self.launch_kernel(function, grid, block, shared_bytes, stream, params))
+        return _ready(lambda: self.launch_kernel(function, grid, block, shared_bytes, stream, params, cooperative))
 
     # Capture and graphs
 
@@ -529,7 +543,8 @@ class HostDriver(HostCalls):
     def graph_kernel_node_set_params(
         self, node: int, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int
     ) -> None:
-        self._node(node).replace(self._kernel_call(function, grid, block, shared_bytes, params))
+        present = self._node(node)
+        present.replace(self._kernel_call(function, grid, block, shared_bytes, params, present.is_cooperative))
 
     @driver_call("cuGraphMemcpyNodeSetParams")
     def graph_memcpy_node_set_params(self, node: int, dst: int, src: int, nbytes: int, context: int) -> None:
@@ -558,7 +573,8 @@ class HostDriver(HostCalls):
     def graph_exec_kernel_node_set_params(
         self, graph_exec: int, node: int, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int
     ) -> None:
-        self._replace(graph_exec, node, self._kernel_call(function, grid, block, shared_bytes, params))
+        cooperative = self._node(node).is_cooperative
+        self._replace(graph_exec, node, self._kernel_call(function, grid, block, shared_bytes, params, cooperative))
 
     @driver_call("cuGraphExecMemcpyNodeSetParams")
     def graph_exec_memcpy_node_set_params(
@@ -640,10 +656,15 @@ class HostDriver(HostCalls):
             )
         changed.replace(index, work)
 
-    def _kernel_call(self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int) -> KernelCall:
+    def _kernel_call(
+        self, function: int, grid: Dim3, block: Dim3, shared_bytes: int, params: int, cooperative: bool
+    ) -> KernelCall:
         loaded = self._functions[function]
         self._device.require_launchable(loaded, grid, block, shared_bytes)
-        return KernelCall(loaded, read_arguments(loaded.image, params), grid, block, shared_bytes, self._memory)
+        if cooperative:
+            self._device.require_resident(loaded, grid, block, shared_bytes)
+        arguments = read_arguments(loaded.image, params)
+        return KernelCall(loaded, arguments, grid, block, shared_bytes, self._memory, cooperative)
 
     def _device_copy(self, dst: int, src: int, nbytes: int) -> Copy:
         if abs(dst - src) < nbytes:

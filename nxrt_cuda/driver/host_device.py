@@ -81,3 +81,16 @@ class HostDevice:
                     "CUDA_ERROR_INVALID_VALUE",
                     f"kernel '{function.image.entry}': {what} = {value} is outside [{low}, {high}]",
                 )
+
+    def require_resident(self, function: Function, grid: Dim3, block: Dim3, shared_bytes: int) -> None:
+        """Refuse a launch whose blocks cannot run at the same time: by threads and dynamic shared memory alone."""
+        each = min(
+            self.limit("MAX_THREADS_PER_MULTIPROCESSOR") // prod(block),
+            self.limit("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // max(shared_bytes, 1),
+        )
+        most = each * self.limit("MULTIPROCESSOR_COUNT")
+        if prod(grid) > most:
+            raise Failure(
+                "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
+                f"kernel '{function.image.entry}': {prod(grid)} blocks at the same time; there is room for {most}",
+            )

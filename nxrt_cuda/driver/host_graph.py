@@ -32,6 +32,11 @@ class GraphNode:
     work: Operation
     dependencies: Tail
 
+    @property
+    def is_cooperative(self) -> bool:
+        """Whether it is a launch whose blocks run at the same time; new parameters leave it one."""
+        return isinstance(self.work, KernelCall) and self.work.cooperative
+
     def replace(self, work: Operation) -> None:
         _require_alike(self.work, work)
         self.work = work

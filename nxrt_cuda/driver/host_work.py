@@ -102,7 +102,7 @@ class KernelCall:
     """One launch, with the argument values it had when it was made."""
 
     node_type: ClassVar[str] = "KERNEL"
-    __slots__ = ("arguments", "block", "function", "grid", "memory", "pointees", "shared_bytes")
+    __slots__ = ("arguments", "block", "cooperative", "function", "grid", "memory", "pointees", "shared_bytes")
 
     def __init__(
         self,
@@ -112,6 +112,7 @@ class KernelCall:
         block: Dim3,
         shared_bytes: int,
         memory: DeviceMemory,
+        cooperative: bool,
     ) -> None:
         self.function = function
         self.arguments = MappingProxyType(arguments)
@@ -119,6 +120,7 @@ class KernelCall:
         self.block = block
         self.shared_bytes = shared_bytes
         self.memory = memory
+        self.cooperative = cooperative
         self.pointees: dict[str, Allocation] = {}
         for name, kind in function.image.params:
             allocation = memory.find(int(arguments[name])) if kind == "ptr" else None

@@ -62,6 +62,7 @@ STATUSES: Mapping[str, Status] = MappingProxyType(
         ),
         "CUDA_ERROR_INVALID_PC": Status(718, "invalid program counter", DeviceFaultError),
         "CUDA_ERROR_LAUNCH_FAILED": Status(719, "unspecified launch failure", DeviceFaultError),
+        "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE": Status(720, "too many blocks in cooperative launch"),
         "CUDA_ERROR_TENSOR_MEMORY_LEAK": Status(721, "tensor memory not completely freed", DeviceFaultError),
         "CUDA_ERROR_NOT_PERMITTED": Status(800, "operation not permitted"),
         "CUDA_ERROR_NOT_SUPPORTED": Status(801, "operation not supported"),

@@ -24,8 +24,9 @@ to score with; B = 0 or S = 0 is a counted execution without launches; T = 0 wri
 
 There are two variants, which select the same: strict, which computes every score in the definition's order, and
 certified, which scores on tensor cores and repairs what their error leaves open (``docs/dsa_exactness.md``); the latter
-has kernels for Hopper and ones for every device. :func:`nxrt_cuda.ops.dsa_plan.choose_variant` decides; the variable
-``NXRT_CUDA_DSA=strict``, or :class:`Options` given to the factory, leaves the strict one alone.
+has kernels for Hopper, one of which does all of a decode step, and ones for every device.
+:func:`nxrt_cuda.ops.dsa_plan.choose_variant` decides; the variable ``NXRT_CUDA_DSA=strict``, or :class:`Options` given
+to the factory, leaves the strict one alone.
 
 All launches share a workspace that the kernel object owns. It keeps its address from the warm-up through
 capture to the last replay, and grows only outside captures. Nothing synchronises or copies to the host.
@@ -39,7 +40,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from nxrt_cuda.capture import DeviceGraphResource
-from nxrt_cuda.dtype import DataType, float32, int64, uint64
+from nxrt_cuda.dtype import DataType, float32, int64, uint8, uint64
 from nxrt_cuda.errors import KernelError, UnsupportedError
 from nxrt_cuda.kernel import (
     CaptureSupport,
@@ -49,11 +50,12 @@ from nxrt_cuda.kernel import (
 )
 from nxrt_cuda.launch import KernelSpec
 from nxrt_cuda.node import Node
-from nxrt_cuda.ops import dsa_certified, dsa_variants
+from nxrt_cuda.ops import dsa_certified, dsa_decode, dsa_variants
 from nxrt_cuda.ops.dsa_geometry import INPUT_NAMES, OP, Dims, WorkspaceLayout, check_shapes, resolve_dims
 from nxrt_cuda.ops.dsa_plan import (
     Attributes,
     CertifiedPlan,
+    DecodePlan,
     DsaChoice,
     DsaVariant,
     Options,
@@ -105,7 +107,7 @@ class DsaLaunchStats(StatsTable):
 
     Attributes:
         executions: calls of ``execute`` that went through, recorded ones included.
-        score_launches, selection_launches: launches that score, and that select.
+        score_launches, selection_launches: launches that score, and that select; one that does both is either.
         last_score_grid_x, last_selection_grid_x: blocks of the latest launch of either.
     """
 
@@ -192,6 +194,7 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         self._workspace = Workspace(runtime, OP, _process_workspaces)
         self._plans: PlanCache[_Layout, Plan] = PlanCache()
         self._counters: TensorMut | None = None
+        self._barriers: TensorMut | None = None
         self._warmed = False
 
     def _execute(
@@ -265,10 +268,10 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         )
 
     def device_graph_resources(self) -> tuple[DeviceGraphResource, ...]:
-        """The workspace, and the counters of what was repaired."""
-        counters = self._counters
-        counted = () if counters is None else (DeviceGraphResource(id(counters), counters),)
-        return (*self._workspace.device_graph_resources(), *counted)
+        """The workspace, the counters of what was repaired, and what the blocks of a decode step meet at."""
+        kept = (tensor for tensor in (self._counters, self._barriers) if tensor is not None)
+        own = (DeviceGraphResource(id(tensor), tensor) for tensor in kept)
+        return (*self._workspace.device_graph_resources(), *own)
 
     def launch_stats(self) -> DsaLaunchStats:
         return _stats(self._ledger)
@@ -317,18 +320,28 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         """Pack the arguments of the kernels but for addresses; an empty tensor makes an empty grid."""
         runtime, attributes, options, limit = self._runtime, self._attributes, self._options, self._max_grid_x
         runtime.require_nvrtc_half_headers(OP)
-        capability = runtime.capabilities.compute_capability
+        capability, processors = runtime.capabilities.compute_capability, runtime.capabilities.multiprocessor_count
+        able = dsa_certified.abilities(capability)
+        team = dsa_decode.choose_team(
+            dtype, dims, attributes.top_k, able, min(processors, limit), options.workspace_bytes
+        )
         choice = (
             DsaChoice(DsaVariant.STRICT, "asked for")
             if options.mode == "strict"
-            else choose_variant(dtype, dims, attributes.top_k, capability, aligned=aligned)
+            else choose_variant(dtype, dims, attributes.top_k, capability, aligned=aligned, team=team)
         )
         if choice.variant is DsaVariant.STRICT:
             strict = WorkspaceLayout.of(dims)
             return StrictPlan(runtime, dims, dtype, attributes, strict, choice, aligned=aligned, max_grid_x=limit)
-        certified = dsa_certified.CertifiedLayout.of(dims, dtype, options.workspace_bytes)
         if self._counters is None:
             self._counters = runtime.zeros((2,), uint64)
+        if choice.variant is DsaVariant.CERTIFIED_DECODE and team is not None:
+            if self._barriers is None:
+                self._barriers = runtime.zeros((processors * dsa_decode.BARRIER_BYTES,), uint8)
+            return DecodePlan(
+                *(runtime, dims, dtype, attributes, team, choice), counters=self._counters, barriers=self._barriers
+            )
+        certified = dsa_certified.CertifiedLayout.of(dims, dtype, options.workspace_bytes)
         return CertifiedPlan(
             runtime, dims, dtype, attributes, certified, choice, max_grid_x=limit, counters=self._counters
         )
@@ -375,7 +388,7 @@ class DsaIndexSelectFactory(KernelFactory):
     def kernel_specs(cls, compute_capability: tuple[int, int]) -> tuple[KernelSpec, ...]:
         """All that the operator can launch."""
         able = dsa_certified.abilities(compute_capability)
-        return (*dsa_variants.kernel_specs(), *dsa_certified.certified_specs(able))
+        return (*dsa_variants.kernel_specs(), *dsa_certified.certified_specs(able), *dsa_decode.decode_specs(able))
 
     def create_kernel_with_grid_limit(self, node: Node, max_grid_x: int) -> DsaIndexSelectKernel:
         """A kernel that launches no more than ``max_grid_x`` blocks, for tests of the grid stride.
@@ -392,8 +405,7 @@ class DsaIndexSelectFactory(KernelFactory):
 
 def kernel_specs() -> tuple[KernelSpec, ...]:
     """Every specialisation that the operator can launch on any device."""
-    specs = (dsa_certified.certified_specs(dsa_certified.abilities(device)) for device in _DEVICES)
-    return tuple(dict.fromkeys(chain(dsa_variants.kernel_specs(), *specs)))
+    return tuple(dict.fromkeys(chain.from_iterable(map(DsaIndexSelectFactory.kernel_specs, _DEVICES))))
 
 
 def unsupported_reason(

@@ -17,6 +17,7 @@ from nxrt_cuda.dtype import DataType
 from nxrt_cuda.errors import KernelError
 from nxrt_cuda.launch import KernelSpec, PlacedMap, PreparedLaunch, TensorMap
 from nxrt_cuda.ops import dsa_certified as certified
+from nxrt_cuda.ops import dsa_decode as decode
 from nxrt_cuda.ops import dsa_variants as strict
 from nxrt_cuda.ops.dsa_geometry import OP, Dims, WorkspaceLayout
 from nxrt_cuda.ops.launch_ledger import Tally
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Attributes",
     "CertifiedPlan",
+    "DecodePlan",
     "DsaChoice",
     "DsaVariant",
     "Options",
@@ -45,11 +47,13 @@ _MODES = ("auto", "strict")
 class DsaVariant(StrEnum):
     """How scores are computed; what is selected is the same.
 
-    The certified ones are approximate, and repaired: on Hopper through wgmma, elsewhere through mma.sync.
+    The certified ones are approximate, and repaired: on Hopper through wgmma, elsewhere through mma.sync. Decode steps
+    have a kernel on Hopper that does all of it.
     """
 
     STRICT = "strict"
     CERTIFIED = "certified"
+    CERTIFIED_DECODE = "certified_decode"
     CERTIFIED_MMA = "certified_mma"
 
 
@@ -61,13 +65,27 @@ class DsaChoice(NamedTuple):
 
 
 def choose_variant(
-    dtype: DataType, dims: Dims, top_k: int, compute_capability: tuple[int, int], *, aligned: bool
+    dtype: DataType,
+    dims: Dims,
+    top_k: int,
+    compute_capability: tuple[int, int],
+    *,
+    aligned: bool,
+    team: decode.Team | None = None,
 ) -> DsaChoice:
-    """The variant for a call on a device. ``aligned``: query and key begin at multiples of 16 bytes."""
+    """The variant for a call on a device.
+
+    ``aligned``: query and key begin at multiples of 16 bytes. ``team``: what :func:`dsa_decode.choose_team` says.
+    """
     reason = certified.uncertified_reason(dtype, dims, top_k, compute_capability, aligned=aligned)
     if reason is not None:
         return DsaChoice(DsaVariant.STRICT, reason)
     repaired = "repaired where their error leaves a rank open"
+    if team is not None:
+        return DsaChoice(
+            DsaVariant.CERTIFIED_DECODE,
+            f"a decode step in one launch, {team.blocks} block(s) a row: tensor-core scores, {repaired}",
+        )
     if certified.abilities(compute_capability).has_wgmma:
         return DsaChoice(DsaVariant.CERTIFIED, f"tensor-core scores, {repaired}")
     capability = "{}.{}".format(*compute_capability)
@@ -356,20 +374,91 @@ class _ChunkLaunches:
     def _encode_maps(self, score: PreparedLaunch, query: int, key: int) -> tuple[PlacedMap, PlacedMap]:
         """The tensor maps among the arguments of ``score``, which lack until the first addresses are known."""
         dims, chunk = self._dims, self._chunk
-        params = score.function.spec.params
-        query_map, key_map = (position for position, param in enumerate(params) if param.kind == "tensor_map")
         key_box = certified.key_box(self._dtype, dims.head_dim)
-        score.set(query_map, self._encode(query, chunk.rows * dims.heads, 1, certified.query_box(dims)))
-        score.set(key_map, self._encode(key, dims.key_seq, chunk.batch, key_box))
-        self._maps = score.tensor_maps[query_map], score.tensor_maps[key_map]
+        self._maps = _place_maps(self._runtime, score, dims, self._dtype, chunk.rows, chunk.batch, key_box, query, key)
         return self._maps
 
-    def _encode(self, address: int, vectors: int, batch: int, box: tuple[int, ...]) -> TensorMap:
-        element = certified.part_type(self._dtype)
-        depth = certified.parts(self._dtype) * self._dims.head_dim
-        vector_bytes = depth * element.itemsize
+
+class DecodePlan(Plan):
+    """All of a decode step in one launch: see :mod:`nxrt_cuda.ops.dsa_decode`.
+
+    Args:
+        counters: as those of :class:`CertifiedPlan`.
+        barriers: on the device, where the blocks of each row meet.
+    """
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        dims: Dims,
+        dtype: DataType,
+        attributes: Attributes,
+        team: decode.Team,
+        choice: DsaChoice,
+        *,
+        counters: TensorMut,
+        barriers: TensorMut,
+    ) -> None:
+        self.choice = choice
+        self.nbytes = team.nbytes
+        self._runtime = runtime
+        self._dims = dims
+        self._dtype = dtype
+        self._barriers = barriers.ptr
+        self._counted = counters.ptr
+        self._maps: tuple[PlacedMap, PlacedMap] | None = None
+        able = certified.abilities(runtime.capabilities.compute_capability)
+        function = loaded(runtime, decode.decode_spec(dtype, dims.heads, dims.head_dim))
+        self._launch = runtime.prepare(
+            function,
+            decode.decode_config(function.spec, team),
+            *_unbound(function.spec),
+            *(bytes(128), bytes(128), dims.key_seq, team.blocks, team.block_keys, attributes.top_k),
+            *(attributes.scale, attributes.weights_scale, certified.error_scale(attributes.scale)),
+            certified.BIAS_ERROR,
+            *certified.norm_weights(dtype, dims.heads, dims.head_dim, able.step_error),
+            op=OP,
+        )
+        self.steps = (Step(self._launch, _ALL),)
+        self.score_grids = self.selection_grids = _grids(self._launch)
+
+    def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
+        self._launch.bind(key, weights, bias, workspace, self._barriers, out, self._counted)
+        if self._maps is None:
+            rows = self._dims.rows
+            self._maps = _place_maps(
+                *(self._runtime, self._launch, self._dims, self._dtype, rows, rows, decode.decode_key_box(), query, key)
+            )
+        query_map, key_map = self._maps
+        query_map.move(query)
+        key_map.move(key)
+
+
+def _place_maps(
+    runtime: CudaRuntime,
+    launch: PreparedLaunch,
+    dims: Dims,
+    dtype: DataType,
+    rows: int,
+    batch: int,
+    key_box: tuple[int, int, int],
+    query: int,
+    key: int,
+) -> tuple[PlacedMap, PlacedMap]:
+    """Encode the tensor maps among the arguments of ``launch``: of queries, and of keys."""
+    element = certified.part_type(dtype)
+    depth = certified.parts(dtype) * dims.head_dim
+    vector_bytes = depth * element.itemsize
+
+    def encode(address: int, vectors: int, batches: int, box: tuple[int, ...]) -> TensorMap:
         strides = (vector_bytes, vectors * vector_bytes)
-        return self._runtime.tensor_map(element, address, (depth, vectors, batch), strides, box)
+        return runtime.tensor_map(element, address, (depth, vectors, batches), strides, box)
+
+    params = launch.function.spec.params
+    query_map, key_map = (position for position, param in enumerate(params) if param.kind == "tensor_map")
+    launch.set(query_map, encode(query, rows * dims.heads, 1, certified.query_box(dims)))
+    launch.set(key_map, encode(key, dims.key_seq, batch, key_box))
+    return launch.tensor_maps[query_map], launch.tensor_maps[key_map]
 
 
 def _grids(*launches: PreparedLaunch | None) -> tuple[int, ...]:

@@ -202,6 +202,38 @@ def _certify_entry(launch: HostLaunch) -> None:
     launch.view(args["out"], int64, (rows, top_k))[...] = dsa_select(scores, allowed, top_k)
 
 
+def _decode_entry(launch: HostLaunch) -> None:
+    """Strict scores, for there is nobody to hand others to. What the teams share is all written, and left so."""
+    args = launch.args
+    key_seq, blocks, block_keys, top_k = (int(args[name]) for name in ("key_seq", "blocks", "block_keys", "top_k"))
+    heads, depth = int(launch.macros["HEADS"]), int(launch.macros["HEAD_DIM"])
+    element, rows = _ELEMENTS[launch.macros["ELEMENT"]], launch.grid[0] // blocks
+    if launch.grid[0] != rows * blocks or not (blocks - 1) * block_keys < key_seq <= blocks * block_keys:
+        raise ValueError(f"{launch.grid[0]} blocks, {blocks} a row, each with {block_keys} of {key_seq} keys")
+    if block_keys % int(launch.macros["BLOCK_KEYS"]) or launch.shared_bytes != int(launch.macros["SHARED_BYTES"]):
+        raise ValueError(f"{block_keys} keys a block, and {launch.shared_bytes} bytes of shared memory")
+    query_map, key_map = (HostTensorMap.decode(args[name]) for name in ("query_map", "key_map"))
+    if query_map.extents != (depth, rows * heads, 1) or query_map.box != (64, heads, 1):
+        raise ValueError(f"{query_map} does not describe {rows} rows of {heads} heads of {depth}")
+    if key_map.extents != (depth, key_seq, rows) or key_map.box != (64, 64, 1) or key_map.address != args["key"]:
+        raise ValueError(f"{key_map} does not describe {rows} x {key_seq} keys of {depth} at 0x{args['key']:x}")
+    barriers = launch.view(args["barriers"], uint32, (rows, 32))
+    if (barriers[:, 0] & 0x7FFFFFFF).any() or barriers[:, 1:].any():
+        raise ValueError("a launch before has not come to its end, or has written beyond its words")
+    launch.view(args["teams"], uint8, (rows, int(launch.macros["TEAM_BYTES"])))[...] = 0xA5
+    scores, allowed = dsa_scores(
+        launch.view(query_map.address, element, (rows, 1, heads, depth)),
+        launch.view(key_map.address, element, (rows, key_seq, depth)),
+        launch.view(args["weights"], element, (rows, 1, heads)),
+        launch.view(args["bias"], float32, (rows, 1, 1, key_seq)),
+        scale=args["scale"],
+        weights_scale=args["weights_scale"],
+    )
+    selected = dsa_select(scores.reshape(rows, key_seq), allowed.reshape(rows, key_seq), top_k)
+    launch.view(args["out"], int64, (rows, top_k))[...] = selected
+    barriers[:, 0] ^= 1 << 31  # an odd number of meetings
+
+
 HOST_ENTRIES: dict[str, HostEntry] = {
     "dsa_index_select_split": _split_entry,
     "dsa_index_select_prepare": _prepare_entry,
@@ -209,4 +241,5 @@ HOST_ENTRIES: dict[str, HostEntry] = {
     "dsa_index_select_score_mma": _score_mma_entry,
     "dsa_index_select_certify": _certify_entry,
     "dsa_index_select_certify_block": _certify_entry,
+    "dsa_index_select_decode_sm90": _decode_entry,
 }

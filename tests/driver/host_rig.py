@@ -84,11 +84,12 @@ class Rig:
         block: tuple[int, int, int] = (32, 1, 1),
         shared_bytes: int = 0,
         stream: int | None = None,
+        cooperative: bool = False,
     ) -> None:
         """Queue one launch; the argument storage is overwritten and dropped once the call returns."""
         (storage, _pointers), params = packed(image, *values)
         stream = self.stream if stream is None else stream
-        self.driver.launch_kernel(function, grid, block, shared_bytes, stream, params)
+        self.driver.launch_kernel(function, grid, block, shared_bytes, stream, params, cooperative)
         for item in storage:
             ctypes.memset(ctypes.addressof(item), 0xEE, ctypes.sizeof(item))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -603,6 +604,25 @@ def test_new_parameters_hold_for_later_launches_of_the_executable_only(rig: Rig,
     assert floats(rig, on.z) == [50] * 4
     driver.graph_launch(driver.graph_instantiate(on.graph), rig.stream)
     assert floats(rig, on.z) == [2] * 4
+
+
+def test_a_cooperative_launch_remains_one(rig: Rig) -> None:
+    """New parameters, of the node or of the executable, are held to what such a launch may be."""
+    driver, function = rig.driver, rig.function(AXPY)
+    begin(rig)
+    rig.launch(function, AXPY, 0, 0, 0, 2.0, grid=(132, 1, 1), cooperative=True)
+    (node,) = driver.stream_capture_dependencies(rig.stream)
+    graph = end(rig)
+    graph_exec = driver.graph_instantiate(graph)
+    _storage, params = packed(AXPY, 0, 0, 0, 3.0)
+    for grid, is_too_large in (((132, 1, 1), False), ((132 * 64 + 1, 1, 1), True)):
+        launch = (function, grid, (32, 1, 1), 0, params)
+        for change in (
+            lambda launch=launch: driver.graph_kernel_node_set_params(node, *launch),
+            lambda launch=launch: driver.graph_exec_kernel_node_set_params(graph_exec, node, *launch),
+        ):
+            with refused("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE") if is_too_large else nullcontext():
+                change()
 
 
 def test_copies_and_fills_take_new_parameters(rig: Rig, recorded: Recorded) -> None:

@@ -140,6 +140,18 @@ def test_a_block_larger_than_the_kernel_was_compiled_for_is_refused() -> None:
         rig.launch(function, small, block=(129, 1, 1))
 
 
+@pytest.mark.parametrize(("threads", "shared_bytes", "most"), [(1024, 0, 264), (512, 0, 528), (128, 48 << 10, 528)])
+def test_blocks_that_wait_for_each_other_must_run_at_the_same_time(
+    rig: Rig, threads: int, shared_bytes: int, most: int
+) -> None:
+    """As many as threads and shared memory of 132 multiprocessors allow; other launches may have more."""
+    function, launch = rig.function(AXPY), {"block": (threads, 1, 1), "shared_bytes": shared_bytes}
+    rig.launch(function, AXPY, 0, 0, 0, 0.0, grid=(most, 1, 1), cooperative=True, **launch)
+    with refused("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "kernel 'axpy'", f"{most + 1} blocks", f"room for {most}"):
+        rig.launch(function, AXPY, 0, 0, 0, 0.0, grid=(most + 1, 1, 1), cooperative=True, **launch)
+    rig.launch(function, AXPY, 0, 0, 0, 0.0, grid=(most + 1, 1, 1), **launch)
+
+
 def test_more_shared_memory_has_to_be_opted_in(rig: Rig) -> None:
     function = rig.function(AXPY)
     with refused("CUDA_ERROR_INVALID_VALUE", "cuFuncSetAttribute", "232449 bytes", "the limit is 232448"):

@@ -17,6 +17,7 @@ from benchmarks._dsa_inputs import KINDS, Inputs, draw
 from nxrt_cuda.dtype import data_type
 from nxrt_cuda.ops import dsa_certified
 from nxrt_cuda.ops.dsa_certified import Abilities, NormWeights
+from nxrt_cuda.ops.dsa_decode import choose_team
 from nxrt_cuda.ops.dsa_geometry import WorkspaceLayout
 from nxrt_cuda.ops.dsa_index_select import DsaIndexSelectFactory, DsaIndexSelectKernel, DsaRepairStats, Options
 from nxrt_cuda.ops.dsa_plan import DsaVariant
@@ -42,6 +43,15 @@ def able(rt: nx.CudaRuntime) -> Abilities:
     return dsa_certified.abilities(rt.capabilities.compute_capability)
 
 
+def served(rt: nx.CudaRuntime, inputs: Inputs, top_k: int) -> DsaVariant:
+    """The certified variant that takes such a call."""
+    if not able(rt).has_wgmma:
+        return DsaVariant.CERTIFIED_MMA
+    element, blocks = data_type(inputs.query.dtype), rt.capabilities.multiprocessor_count
+    team = choose_team(element, inputs.dims, top_k, able(rt), blocks, dsa_certified.WORKSPACE_BYTES)
+    return DsaVariant.CERTIFIED if team is None else DsaVariant.CERTIFIED_DECODE
+
+
 def select(
     rt: nx.CudaRuntime, inputs: Inputs, top_k: int, mode: str = "auto", **options: Any
 ) -> tuple[np.ndarray, DsaIndexSelectKernel]:
@@ -60,7 +70,7 @@ def wrong_rows(rt: nx.CudaRuntime, inputs: Inputs, top_k: int, **options: Any) -
     """How many rows the certified variant selects otherwise than the strict one."""
     selected, kernel = select(rt, inputs, top_k, **options)
     assert kernel.choice is not None
-    assert kernel.choice.variant is (DsaVariant.CERTIFIED if able(rt).has_wgmma else DsaVariant.CERTIFIED_MMA)
+    assert kernel.choice.variant is served(rt, inputs, top_k)
     expected, _ = select(rt, inputs, top_k, "strict")
     return int((selected != expected).any(-1).sum())
 
@@ -119,6 +129,72 @@ def test_long_rows(rt: nx.CudaRuntime, dtype: np.dtype, batch: int, q_seq: int, 
     """Rows spread over one to eight blocks, or all of one; prefill and decode."""
     assert wrong_rows(rt, draw(dtype, batch, q_seq, 64, 128, key_seq), 2048) == 0
     assert wrong_rows(rt, draw(dtype, batch, q_seq, 32, 64, key_seq, "near ties"), 2048) == 0
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_steps_of_every_kind(rt: nx.CudaRuntime, dtype: np.dtype, kind: str) -> None:
+    """Rows of one block, of several, and of the whole device; wide bands, crowded bins, and numbers without a bound."""
+    shapes = ((1, 64, 128, 20000), (3, 32, 64, 4099), (66, 64, 64, 700), (1, 32, 128, 300))
+    for mask, (batch, heads, head_dim, key_seq) in zip(("normal", "none", "sparse", "large"), shapes, strict=True):
+        inputs = draw(dtype, batch, 1, heads, head_dim, key_seq, kind, mask)
+        for top_k in (1, key_seq // 2, key_seq - 1):
+            assert wrong_rows(rt, inputs, top_k) == 0, (batch, heads, head_dim, key_seq, top_k)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("batch", [1, 2, 5, 16, 33, 64, 128])
+def test_decode_steps_of_many_batches(rt: nx.CudaRuntime, dtype: np.dtype, batch: int) -> None:
+    """As many keys as the blocks of a row hold, and one more."""
+    limit = rt.capabilities.multiprocessor_count // batch * 1024
+    for key_seq in (limit, limit + 1):
+        if key_seq <= 131072:
+            assert wrong_rows(rt, draw(dtype, batch, 1, 64, 128, key_seq, "normal", "causal"), 500) == 0
+
+
+def test_decode_steps_one_after_the_other(rt: nx.CudaRuntime) -> None:
+    """200 launches that share what blocks meet at, of rows divided in three ways, without a look in between."""
+    attributes = {"top_k": 700, "scale": 128**-0.5, "weights_scale": 0.7}
+    kernel = nx.create_kernel(rt, nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes=attributes))
+    calls = []
+    for batch, key_seq in ((1, 30000), (7, 2500), (64, 1800)):
+        inputs = draw(HALF_DTYPES[1], batch, 1, 64, 128, key_seq)
+        operands = [rt.from_array(values) for values in inputs.arrays]
+        output = rt.zeros((batch, 1, 1, 700), np.int64)
+        calls.append((operands, output, select(rt, inputs, 700, "strict")[0]))
+    for i in range(200):
+        operands, output, _ = calls[i % len(calls)]
+        kernel.execute(operands, [output])
+    for _, output, expected in calls:
+        np.testing.assert_array_equal(output.numpy(), expected)
+
+
+def test_decode_steps_in_a_graph(rt: nx.CudaRuntime) -> None:
+    """Replays of changing contents, then of other operands: the launch stays one of blocks that wait for each other."""
+    kinds = ("normal", "near ties", "special", "clustered")
+    inputs = [draw(HALF_DTYPES[1], 2, 1, 64, 128, 9000, kind, "normal") for kind in kinds]
+    expected = [select(rt, each, 600, "strict")[0] for each in inputs]
+    attributes = {"top_k": 600, "scale": 128**-0.5, "weights_scale": 0.7}
+    kernel = nx.create_kernel(rt, nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes=attributes))
+    operands = [rt.from_array(values) for values in inputs[0].arrays]
+    output = rt.zeros(expected[0].shape, np.int64)
+    kernel.execute(operands, [output])
+    with rt.capture([kernel]) as graph:
+        kernel.execute(operands, [output])
+    assert graph.node_types == ("KERNEL",) * (1 if able(rt).has_wgmma else 2)
+    for each, right in zip(inputs, expected, strict=True):
+        for tensor, values in zip(operands, each.arrays, strict=True):
+            tensor.copy_from(values)
+        rt.fill_zero(output)
+        graph.replay()
+        np.testing.assert_array_equal(output.numpy(), right)
+    others = [rt.from_array(values) for values in inputs[1].arrays]
+    other_output = rt.zeros(expected[1].shape, np.int64)
+    graph.rebind(dict(zip((*operands, output), (*others, other_output), strict=True)))
+    for _ in range(3):
+        rt.fill_zero(other_output)
+        graph.replay()
+        np.testing.assert_array_equal(other_output.numpy(), expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)

@@ -44,6 +44,9 @@ PREFILL = {**SMALL, "q_seq": 4 * 132 + 3, "key_seq": 21}
 SERVED = {(9, 0): DsaVariant.CERTIFIED, (8, 0): DsaVariant.CERTIFIED_MMA}
 """The variant on each device that tests pretend to have."""
 
+DECODED = {**SERVED, (9, 0): DsaVariant.CERTIFIED_DECODE}
+"""The same of short decode steps of 16-bit elements."""
+
 
 @pytest.fixture(params=SERVED, ids=lambda capability: "{}.{}".format(*capability))
 def rt(request: pytest.FixtureRequest) -> Iterator[nx.CudaRuntime]:
@@ -57,6 +60,11 @@ def rt(request: pytest.FixtureRequest) -> Iterator[nx.CudaRuntime]:
 def served(rt: nx.CudaRuntime) -> DsaVariant:
     """The certified variant of the runtime's device."""
     return SERVED[rt.capabilities.compute_capability]
+
+
+def decoded(rt: nx.CudaRuntime) -> DsaVariant:
+    """That of decode steps."""
+    return DECODED[rt.capabilities.compute_capability]
 
 
 def execute(rt: nx.CudaRuntime, case: DsaCase, options: Options | None = None):
@@ -120,7 +128,7 @@ def test_the_kernel_says_which_variant_served_and_why(rt: nx.CudaRuntime) -> Non
     assert kernel.choice is None
     operands = DsaOperands(rt, case)
     kernel.execute(operands.inputs, [operands.output])
-    assert kernel.choice.variant is served(rt)
+    assert kernel.choice.variant is decoded(rt)
     shifted = DsaOperands(rt, case, aligned=False)
     kernel.execute(shifted.inputs, [shifted.output])
     assert kernel.choice == (DsaVariant.STRICT, "query or key does not begin at a multiple of 16 bytes")
@@ -133,7 +141,7 @@ def test_the_environment_or_the_factory_s_options_name_the_mode(
     """The certified variant where it applies, unless asked otherwise; an unknown mode is refused."""
     case = random_case(1, HALF_DTYPES[0], **SMALL, key_seq=40, top_k=7)
     assert execute(rt, case, Options(mode="strict")).choice == (DsaVariant.STRICT, "asked for")
-    for mode, variant in ((None, served(rt)), ("strict", DsaVariant.STRICT), ("auto", served(rt))):
+    for mode, variant in ((None, decoded(rt)), ("strict", DsaVariant.STRICT), ("auto", decoded(rt))):
         if mode is not None:
             monkeypatch.setenv("NXRT_CUDA_DSA", mode)
         kernel, operands = nx.create_kernel(rt, case.node), DsaOperands(rt, case)
@@ -171,7 +179,7 @@ def test_prefill_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, mask
 @pytest.mark.parametrize("values", ["normal", "integers", "wide", "special"])
 @pytest.mark.parametrize("key_seq", [1, 33, 256, 257, 700])
 def test_few_rows_equal_the_oracle(rt: nx.CudaRuntime, dtype: np.dtype, values: str, key_seq: int) -> None:
-    """Without a look at the bias first: decode steps, several batches, all head sizes."""
+    """Without a look at the bias first: several batches, all head sizes."""
     for heads, head_dim, top_k in ((32, 64, 5), (64, 128, key_seq), (64, 64, max(1, key_seq - 1))):
         shape = {"batch": 2, "q_seq": 3, "heads": heads, "head_dim": head_dim, "key_seq": key_seq}
         execute(rt, random_case(key_seq, dtype, **shape, top_k=top_k, values=values))
