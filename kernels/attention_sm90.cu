@@ -10,26 +10,30 @@
 //
 // One block a multiprocessor runs for the whole launch and takes tiles of 64 * CONSUMERS query rows of one
 // plane from a counter, the heaviest first. Its first warpgroup feeds the others: thread 0 issues every
-// load, a tile ahead of the computation; three more warps look for values that are not finite. Each other
-// warpgroup, a consumer, owns 64 rows of the tile and walks their keys from the last block to the first.
+// load, a tile ahead of the computation; three more warps look for values that are not finite where that is
+// called for. Each other warpgroup, a consumer, owns 64 rows of the tile and walks their keys from the last block
+// to the first.
 //
 // A consumer keeps two products in flight, the scores of the next block behind the weighted values of this
 // one, and computes the softmax under them. Consumers issue in turns, so that one has the tensor cores
 // while another has the exponential unit. The first scores of a tile are issued behind the last values of
 // the tile before, so the tensor cores do not drain between tiles.
-// tests/ops/test_attention_sm90_barriers.py is a model of the barriers. Each warp of a consumer copies its own rows of a
-// mask, a block ahead, and waits for nobody else.
+// tests/ops/test_attention_sm90_barriers.py is a model of the barriers. Each warp of a consumer copies its own
+// rows of a mask, a block ahead, and waits for nobody else.
 //
-// A row's weights are measured from a maximum that it has seen, which need not be its latest: the origin moves
-// when a score exceeds it by more than the headroom of the type. Most blocks then need neither the maximum of
-// the whole row, which four lanes share, nor new sums. Softcap is part of the exponent where dot products are small.
+// A row's weights are measured from a maximum that it has seen, which need not be its latest. Of a tile's first
+// block the maxima are found; of every later one the weights are computed at once, in the hope that none is too
+// large. Their sums, which are needed anyhow, tell: where one is too large or not a number, the warp computes its
+// scores again, finds their maxima, and the origin moves. With a mask, which would have to be read again too,
+// scores are looked at first. Softcap is part of the exponent where dot products are small.
 //
-// The weights enter the second product as 16-bit numbers. In f16 they are scaled by 2^12, and the headroom is
-// 2^3: 2^15 is the greatest power of two, and weights down to 2^-36 of the largest survive.
+// The weights enter the second product as 16-bit numbers. In f16 they are scaled by 2^8: a lane's 32 weights of a
+// row may all be that, 2^15 is the greatest power of two, and weights down to 2^-32 of the largest survive.
 //
-// 0 * NaN is NaN on a tensor core too. In blocks that some row may not see whole, values that are not
-// finite are taken out of shared memory and added afterwards, to the rows that may see them. A tile's first
-// block is not held up by that: its product starts the sums, and can be made again.
+// 0 * NaN is NaN on a tensor core too: a value that is not finite spoils rows that may not see it. Where an output
+// is not finite, its tile is computed again, with care, as are all that follow: in blocks that some row may not see
+// whole, values that are not finite are taken out of shared memory and added afterwards, to the rows that may see
+// them.
 #include "common/async_copy.cuh"
 #include "common/attention.cuh"
 #include "common/half_element.cuh"
@@ -57,6 +61,10 @@ static_assert(kBlockKeys % 32 == 0 && kBlockKeys <= 128, "a block of keys is one
 static_assert(kConsumers == 2 || kConsumers == 3, "the registers are dealt for two or three consumers");
 static_assert(kThreads == kWarpgroup * (1 + kConsumers), "a producer warpgroup and the consumers");
 
+// Whether the softmax of a tile's first block may be one of half its keys: where ranges end there, a warp's rows may
+// see no more.
+constexpr bool kHasHalves = kCausal && !kHasMask;
+
 // Registers a thread after they are dealt out; the block has 65536.
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -65,7 +73,7 @@ static_assert(kWarpgroup * (kProducerRegisters + kConsumers * kConsumerRegisters
 // One tile of work, as the producer hands it out. `blocks` blocks of keys end at block `last_block`; a tile
 // without keys has one, in which no key is allowed.
 struct Tile {
-    int plane;  // b * q_heads + h, or -1: there is no more work
+    int plane;  // b * q_heads + h, or one of the following
     int first;  // query row
     int last_block;
     int blocks;
@@ -73,6 +81,10 @@ struct Tile {
     int full_end;
     Lengths lengths;
     const Element* mask;  // the plane's row `first`, in the mailbox
+    bool is_careful;      // checkers look after the values that some row may not see
+
+    static constexpr int kIdle = -1;  // no tile, but another mailbox follows
+    static constexpr int kEnd = -2;   // and here none
 
     // Whether some row may not see all of a block for its range.
     __device__ __forceinline__ bool is_cut(int block) const {
@@ -80,6 +92,12 @@ struct Tile {
     }
     // The same for any reason; a mask may be one in every block.
     __device__ __forceinline__ bool is_partial(int block) const { return kHasMask || is_cut(block); }
+    // Whether checkers see to the values of a block.
+    __device__ __forceinline__ bool is_checked(int block) const { return is_careful && is_partial(block); }
+    // Whether values that some row may not see can have spoilt the tile.
+    __device__ __forceinline__ bool may_be_spoilt() const {
+        return !is_careful && (is_partial(last_block) || is_partial(last_block - blocks + 1));
+    }
 };
 
 constexpr float kLog2E = 1.4426950408889634f;
@@ -97,7 +115,7 @@ struct ScoreScale {
     float mask;  // units of the mask to one of a dot product, or of its tanh
     float log2;  // units of log2 to one of a score
     float c0, c1, c2;
-    float max_dot;  // the greatest magnitude of a dot product for which the polynomial holds
+    float max_square;  // the greatest square of a dot product for which the polynomial holds
 
     __device__ __forceinline__ void set(float scale, float softcap) {
         cap = kHasSoftcap ? scale / softcap : 0.0f;
@@ -110,7 +128,8 @@ struct ScoreScale {
         c2 = 1.2841613e-1f * unit * (cap * cap) * (cap * cap);
         // Nothing over- or underflows in there.
         const bool is_common = fabsf(log2f(cap)) < 20.0f && fabsf(log2f(unit)) < 20.0f;
-        max_dot = is_common ? kSmallArgument * softcap / scale : -1.0f;
+        const float max_dot = kSmallArgument * softcap / scale;
+        max_square = is_common ? max_dot * max_dot : -1.0f;
     }
 };
 
@@ -120,21 +139,14 @@ struct OperandBuffers {
     Element v[kValueStages][kSlabs][kBlockKeys][kSlabColumns];
 };
 
-// The mask of a block as a consumer's warps copy it, each its own rows. They are 16 bytes longer than they need be, so
-// that the same chunk of eight of them lies in different banks.
-template <bool kIsThere>
-struct MaskBuffer {
-    Element mask[kTileRows][kBlockKeys + 8];
-    __device__ __forceinline__ Element* mask_row(int row) { return mask[row]; }
-};
-template <>
-struct MaskBuffer<false> {
-    __device__ __forceinline__ Element* mask_row(int) { return nullptr; }
-};
-
-struct Smem : OperandBuffers, MaskBuffer<kHasMask> {
+struct Smem : OperandBuffers {
+    // Of a block, as a consumer's warps copy it, each its own rows. They are 16 bytes longer than they need be, so that
+    // the same chunk of eight of them lies in different banks.
+    Element mask[kHasMask ? kTileRows : 1][kBlockKeys + 8];
+    uint4 spoilt[kQueryStages][kConsumers];  // a word a warp: some of its output may be spoilt
     Tile tiles[kQueryStages];  // with the q buffer of the same index
     ScoreScale scale;  // with softcap, for registers are short
+    bool is_careful;   // whether all tiles are from now on: the producer's, for the same reason
     unsigned int found[kValueStages][kCheckers];  // by the checkers in a block of values
     Barrier q_full[kQueryStages][kConsumers];
     Barrier q_empty[kQueryStages];
@@ -189,15 +201,15 @@ __device__ __forceinline__ void make_tile(Tile& tile, const Params& params, unsi
     const unsigned int row_tile = in_section / section_planes;
     const unsigned int plane = first_plane + in_section % section_planes;
     const int first = (kCausal ? row_tiles - 1 - row_tile : row_tile) * kTileRows;
+    if (kHasMask) {
+        tile.mask = params.mask + plane / params.q_heads * params.mask_batch_stride +
+                    plane % params.q_heads * params.mask_head_stride + static_cast<long long>(first) * params.sk;
+    }
     const Lengths lengths(params.total_lengths, params.past_lengths, plane / params.q_heads, params.sq, params.sk,
                           params.capture_error);
     tile.plane = plane;
     tile.first = first;
     tile.lengths = lengths;
-    if (kHasMask) {
-        tile.mask = params.mask + plane / params.q_heads * params.mask_batch_stride +
-                    plane % params.q_heads * params.mask_head_stride + static_cast<long long>(first) * params.sk;
-    }
     // Ranges move right with the row.
     const KeyRange first_range = lengths.range(first, params.local_window);
     const int first_block = first_range.begin / kBlockKeys;
@@ -229,15 +241,44 @@ __device__ __forceinline__ void produce(Smem& smem, const Params& params, const 
                         value_block * kBlockKeys, value_plane, CacheHint::kEvictLast);
         }
         v_place.advance();
+        value_block = -1;
     };
 
+    // A tile that turns out to be spoilt is handed out again where it lies, to be computed with care, and so are all
+    // that follow. At the end idle mailboxes go round until nothing is left that may be spoilt.
+    smem.is_careful = false;
+    int idle = 0;  // mailboxes in a row
     unsigned int index = blockIdx.x;
-    while (index < params.tiles) {
-        // The count wraps to 0 with the last request of the launch: the next launch finds it as this one did.
-        const unsigned int next_index = gridDim.x + atomicInc(params.tile_counter, params.tiles - 1);
+    while (true) {
         mbarrier_wait(smem.q_empty[q_place.stage], q_place.parity ^ 1);
         Tile& tile = smem.tiles[q_place.stage];
-        make_tile(tile, params, index);
+        unsigned int spoilt = 0;
+#pragma unroll
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+            const uint4 warps = smem.spoilt[q_place.stage][consumer];
+            spoilt |= warps.x | warps.y | warps.z | warps.w;
+        }
+        if (spoilt != 0) {
+            smem.is_careful = true;
+        } else if (index < params.tiles) {
+            make_tile(tile, params, index);
+            // The count wraps to 0 with the last request of the launch: the next launch finds it as this one did.
+            index = gridDim.x + atomicInc(params.tile_counter, params.tiles - 1);
+        } else {
+            load_values();
+            tile.plane = idle < kQueryStages - 1 ? Tile::kIdle : Tile::kEnd;
+#pragma unroll
+            for (int consumer = 0; consumer < kConsumers; ++consumer) {
+                smem.spoilt[q_place.stage][consumer] = make_uint4(0, 0, 0, 0);
+                mbarrier_arrive(smem.q_full[q_place.stage][consumer]);
+            }
+            if (tile.plane == Tile::kEnd) return;
+            ++idle;
+            q_place.advance();
+            continue;
+        }
+        idle = 0;
+        tile.is_careful = smem.is_careful;
         const int kv_plane = tile.plane / params.group;
         const int last_block = tile.last_block;
         const int first_block = last_block - tile.blocks + 1;
@@ -265,13 +306,7 @@ __device__ __forceinline__ void produce(Smem& smem, const Params& params, const 
             value_plane = kv_plane;
             value_block = block;
         }
-        index = next_index;
     }
-    load_values();
-    mbarrier_wait(smem.q_empty[q_place.stage], q_place.parity ^ 1);
-    smem.tiles[q_place.stage].plane = -1;
-#pragma unroll
-    for (int consumer = 0; consumer < kConsumers; ++consumer) mbarrier_arrive(smem.q_full[q_place.stage][consumer]);
 }
 
 // The tile in a mailbox. Lane 0 reads it for its warp: what one lane has read it may give back without waiting for the
@@ -287,6 +322,13 @@ __device__ __forceinline__ Tile read_tile(const Tile& mailbox) {
 
 // ---- checkers --------------------------------------------------------------------------------------------
 
+// threadIdx.x, read anew: what depends on it is not kept in registers, which are short.
+__device__ __forceinline__ int read_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // A word of two elements: the signs of those that are not finite.
 __device__ __forceinline__ unsigned int spoilt_signs(unsigned int word) {
     constexpr unsigned int kExponent = Traits::kInfinity * 0x00010001u;
@@ -300,72 +342,63 @@ constexpr unsigned int kMayBeSeen = 2;  // and at a key that some row may see
 
 // Replace values that are not finite by zeros in a block of values, of which no row sees keys from `end_key` on.
 __device__ __forceinline__ unsigned int scrub(
-    Element (&values)[kSlabs][kBlockKeys][kSlabColumns], int thread, int end_key) {
+    Element (&values)[kSlabs][kBlockKeys][kSlabColumns], int end_key) {
     constexpr int kRowChunks = kSlabColumns * sizeof(Element) / sizeof(uint4);
     constexpr int kChunks = kSlabs * kBlockKeys * kRowChunks;
-    constexpr int kBatch = 4;
     uint4* const chunks = reinterpret_cast<uint4*>(&values[0][0][0]);
     unsigned int found = 0;
-    for (int first = thread; first < kChunks; first += kBatch * 32 * kCheckers) {
-        uint4 batch[kBatch];
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) batch[j] = chunks[min(first + j * 32 * kCheckers, kChunks - 1)];
-        unsigned int zeros[2] = {};  // plus zero times every word: of what is not finite that is NaN
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            zeros[0] = Traits::add_zero_times(Traits::add_zero_times(zeros[0], batch[j].x), batch[j].y);
-            zeros[1] = Traits::add_zero_times(Traits::add_zero_times(zeros[1], batch[j].z), batch[j].w);
-        }
-        if ((zeros[0] | zeros[1]) == 0) continue;
 #pragma unroll 1
-        for (int i = first; i < min(first + kBatch * 32 * kCheckers, kChunks); i += 32 * kCheckers) {
-            unsigned int* const words = reinterpret_cast<unsigned int*>(&chunks[i]);
+    for (int i = read_thread() - 32; i < kChunks; i += 32 * kCheckers) {
+        const uint4 chunk = chunks[i];
+        const unsigned int words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                const unsigned int signs = spoilt_signs(words[w]);
-                if (signs == 0) continue;
-                words[w] &= ~(signs | (signs - (signs >> 15)));
-                found |= i / kRowChunks % kBlockKeys < end_key ? kRemoved | kMayBeSeen : kRemoved;
-            }
+        for (int w = 0; w < 4; ++w) {
+            const unsigned int signs = spoilt_signs(words[w]);
+            if (signs == 0) continue;
+            reinterpret_cast<unsigned int*>(&chunks[i])[w] = words[w] & ~(signs | (signs - (signs >> 15)));
+            found |= i / kRowChunks % kBlockKeys < end_key ? kRemoved | kMayBeSeen : kRemoved;
         }
     }
     return found;
 }
 
 // Three warps of the producer's warpgroup: before consumers read a block of values that some row may not see
-// whole, take out of it what is not finite. They follow the values block by block, and release each as the
-// consumers do: a parity says only whether the phase is this one or the one before.
+// whole, take out of it what is not finite, if the tile is to be computed with care. They follow the values block
+// by block, and release each as the consumers do: a parity says only whether the phase is this one or the one
+// before.
 __device__ __forceinline__ void check(Smem& smem, const Params& params) {
-    const int thread = threadIdx.x - 32;
     const bool is_elected = threadIdx.x % 32 == 0;
     RingPlace<kQueryStages> q_place;
     RingPlace<kValueStages> v_place;
     RingPlace<kValueStages> check_place;
     while (true) {
         mbarrier_wait(smem.q_full[q_place.stage][0], q_place.parity);
-        const Tile tile = read_tile(smem.tiles[q_place.stage]);
-        if (is_elected) mbarrier_arrive(smem.q_empty[q_place.stage]);
-        q_place.advance();
-        if (tile.plane < 0) return;
-        const int last_row = min(tile.first + kTileRows, params.sq) - 1;
-        const int end_key = tile.lengths.range(last_row, params.local_window).end;
-        for (int i = 0; i < tile.blocks; ++i, v_place.advance()) {
+        const Tile& tile = smem.tiles[q_place.stage];
+        const int plane = tile.plane;
+        const int blocks = plane < 0 ? 0 : tile.blocks;
+        for (int i = 0; i < blocks; ++i, v_place.advance()) {
             const int block = tile.last_block - i;
+            const int warp = read_thread() / 32 - 1;
             mbarrier_wait(smem.v_full[v_place.stage], v_place.parity);
             __syncwarp();
-            if (tile.is_partial(block)) {
-                const unsigned int found = scrub(smem.v[v_place.stage], thread, end_key - block * kBlockKeys);
+            if (tile.is_checked(block)) {
+                const int last_row = min(tile.first + kTileRows, params.sq) - 1;
+                const int end_key = tile.lengths.range(last_row, params.local_window).end;
+                const unsigned int found = scrub(smem.v[v_place.stage], end_key - block * kBlockKeys);
                 const unsigned int found_by_warp = __reduce_or_sync(kFullWarp, found);
                 if (found_by_warp != 0) fence_proxy_async();
                 __syncwarp();
                 if (is_elected) {
-                    smem.found[check_place.stage][thread / 32] = found_by_warp;
+                    smem.found[check_place.stage][warp] = found_by_warp;
                     mbarrier_arrive(smem.checked[check_place.stage]);
                 }
                 check_place.advance();
             }
             if (is_elected) mbarrier_arrive(smem.v_empty[v_place.stage]);
         }
+        mbarrier_arrive(smem.q_empty[q_place.stage]);
+        if (plane == Tile::kEnd) return;
+        q_place.advance();
     }
 }
 
@@ -376,6 +409,14 @@ __device__ __forceinline__ void check(Smem& smem, const Params& params) {
 using Scores = float[kBlockKeys / 2];
 using Sums = float[kPaddedDim / 2];
 using PackedWeights = unsigned int[kBlockKeys / 4];
+
+// The first keys of a block, as many as kCount; their scores are a lane's first.
+template <int kCount>
+struct FirstKeys {
+    static constexpr int kScores = kCount / 2;
+};
+using AllKeys = FirstKeys<kBlockKeys>;
+using LowerKeys = FirstKeys<kBlockKeys / 2>;
 
 __device__ __forceinline__ constexpr int fragment_row(int i) { return i / 2 % 2; }
 __device__ __forceinline__ constexpr int fragment_column(int i) { return i / 4 * 8 + i % 2; }
@@ -403,6 +444,33 @@ __device__ __forceinline__ void issue_values(
     wgmma_commit();
 }
 
+// The scores of a warp's 16 rows again. `q` and `k` are their shared addresses; a row's chunks of eight elements are
+// swizzled.
+__device__ __forceinline__ void recompute_scores(Scores& scores, unsigned int q, unsigned int k) {
+    const int lane = threadIdx.x % 32;
+    constexpr unsigned int kRowBytes = kSlabColumns * sizeof(Element);
+    const unsigned int q_row = q + lane % 16 * kRowBytes;
+    const unsigned int k_row = k + (lane % 8 + lane / 16 * 8) * kRowBytes;
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) scores[i] = 0.0f;
+#pragma unroll 1
+    for (int d = 0; d < kHeadDim; d += 16) {
+        const int slab = d / kSlabColumns;
+        const int chunk = d % kSlabColumns / 8;
+        unsigned int a[4];
+        ldmatrix_x4(a, q_row + slab * kRows * kRowBytes + ((chunk + lane / 16) ^ lane % 8) * 16);
+        const unsigned int k_chunk = k_row + slab * kBlockKeys * kRowBytes + ((chunk + lane / 8 % 2) ^ lane % 8) * 16;
+#pragma unroll
+        for (int key = 0; key < kBlockKeys; key += 16) {
+            unsigned int b[4];
+            ldmatrix_x4(b, k_chunk + key * kRowBytes);
+            auto& c = reinterpret_cast<float(&)[2][4]>(scores[key / 2]);
+            mma_m16n8k16<Element>(c[0], a, b[0], b[1]);
+            mma_m16n8k16<Element>(c[1], a, b[2], b[3]);
+        }
+    }
+}
+
 // The exponential magnifies the rounding of an offset. Where it is larger than this, the origin is taken off the
 // scores before they are scaled, and the offset is that of an origin of 0.
 constexpr float kMaxOffset = 4096.0f;
@@ -416,15 +484,20 @@ struct RowState {
     unsigned int sees_key = 0;  // bit r: row r sees a key under the mask, though its score be -inf
 };
 
-// The greatest exponent that needs no new origin.
-constexpr float kMaxExponent = Traits::kWeightExponent + Traits::kHeadroom;
+// The weight of a score at the origin, and the greatest that needs no new one, as exponents; and the most that a lane's
+// weights in a row of a block may sum up to: none of them is then greater.
+constexpr float kWeightExponent = Traits::kMayOverflow ? 8.0f : 0.0f;
+constexpr float kMaxExponent = Traits::kMayOverflow ? 15.0f : 8.0f;
+constexpr float kMaxSum = Traits::kMayOverflow ? 32768.0f : 256.0f;
 
-// Whether in all rows of the warp there has been a score, one of 0 needs no new origin, and the offset is not too large.
+// Whether in all rows of the warp there has been a score, and the offset is not too large; with a mask, whether a score
+// of 0 needs no new origin either.
 __device__ __forceinline__ bool are_ordinary(const RowState& state, float log2_scale) {
     bool is_ordinary = true;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        is_ordinary &= state.offset[r] <= kMaxExponent && fabsf(state.max[r] * log2_scale) < kMaxOffset;
+        is_ordinary &= fabsf(state.max[r] * log2_scale) < kMaxOffset;
+        if (kHasMask) is_ordinary &= state.offset[r] <= kMaxExponent;
     }
     return __all_sync(kFullWarp, is_ordinary);
 }
@@ -439,10 +512,11 @@ __device__ __forceinline__ float tanh_over_x(float square) {
 }
 
 // The greatest magnitudes of a lane's two rows in a block.
+template <typename Keys = AllKeys>
 __device__ __forceinline__ void find_greatest(float (&greatest)[2], const Scores& scores) {
     float chains[2][2] = {};
 #pragma unroll
-    for (int i = 0; i < kBlockKeys / 2; ++i) {
+    for (int i = 0; i < Keys::kScores; ++i) {
         float& chain = chains[fragment_row(i)][i % 2];
         chain = fmaxf(chain, fabsf(scores[i]));
     }
@@ -452,17 +526,18 @@ __device__ __forceinline__ void find_greatest(float (&greatest)[2], const Scores
 
 // Scores are mostly far below the cap. A polynomial then leaves the exponential unit, which the softmax keeps
 // busy, alone.
+template <typename Keys = AllKeys>
 __device__ __forceinline__ void cap(Scores& scores, const ScoreScale& scale) {
     float greatest[2];
-    find_greatest(greatest, scores);
+    find_greatest<Keys>(greatest, scores);
     if (__any_sync(kFullWarp, fmaxf(greatest[0], greatest[1]) * scale.cap > kMaxArgument)) {
 #pragma unroll
-        for (int i = 0; i < kBlockKeys / 2; ++i) {
+        for (int i = 0; i < Keys::kScores; ++i) {
             scores[i] = fmaf(-2.0f, rcp(ex2(scores[i] * scale.cap * (2.0f * kLog2E)) + 1.0f), 1.0f);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < kBlockKeys / 2; ++i) {
+        for (int i = 0; i < Keys::kScores; ++i) {
             const float x = scores[i] * scale.cap;
             scores[i] = x * tanh_over_x(x * x);
             if (i % 16 == 15) __syncwarp();  // ptxas would otherwise have more of them in flight than it has registers
@@ -486,17 +561,18 @@ struct RelativeRange {
 };
 
 // Exclude the keys that lie beyond the ranges of the lane's rows.
+template <typename Keys = AllKeys>
 __device__ __forceinline__ void exclude(Scores& scores, const LaneRows& rows, int first_key) {
     const RelativeRange ranges[2] = {{rows.ranges[0], first_key}, {rows.ranges[1], first_key}};
 #pragma unroll
-    for (int i = 0; i < kBlockKeys / 2; ++i) {
+    for (int i = 0; i < Keys::kScores; ++i) {
         if (!ranges[fragment_row(i)].contains(fragment_column(i))) scores[i] = negative_infinity();
     }
 }
 
 // A warp's part of the mask of a block, 16 rows, in shared memory.
 struct MaskRows {
-    static constexpr int kRowBytes = (kBlockKeys + 8) * sizeof(Element);
+    static constexpr int kRowBytes = sizeof(Smem::mask[0]);
     static constexpr int kLanesARow = kBlockKeys / kMaskWidth < 32 ? kBlockKeys / kMaskWidth : 32;
     static constexpr int kRowsAtOnce = 32 / kLanesARow;
 
@@ -561,24 +637,22 @@ __device__ __forceinline__ void exclude_masked(
             if (i == 0) __syncwarp();  // as in cap()
             const bool may_see = ranges[r].contains(key + fragment_column(i)) &&
                                  Traits::unpack(words[i / 2], i % 2) != negative_infinity();
-            if (may_see) {
-                state.sees_key |= 1 << r;
-            } else {
-                scores[key / 2 + i] = negative_infinity();
-            }
+            float& score = scores[key / 2 + i];
+            score = may_see ? score : negative_infinity();  // branches would take more registers
+            state.sees_key |= may_see ? 1 << r : 0;
         }
     }
 }
 
 // The maxima of a lane's two rows over its keys of a block. kOfNaN: NaN is the greatest, else it is passed over.
-template <bool kOfNaN>
+template <bool kOfNaN, typename Keys = AllKeys>
 __device__ __forceinline__ void find_max(float (&max)[2], const Scores& scores) {
     const auto greater = [](float a, float b) { return kOfNaN ? max_nan(a, b) : fmaxf(a, b); };
     float chains[2][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) chains[r][0] = chains[r][1] = negative_infinity();
 #pragma unroll
-    for (int i = 0; i < kBlockKeys / 2; ++i) {
+    for (int i = 0; i < Keys::kScores; ++i) {
         float& chain = chains[fragment_row(i)][i % 2];
         chain = greater(chain, scores[i]);
     }
@@ -590,8 +664,9 @@ __device__ __forceinline__ void find_max(float (&max)[2], const Scores& scores) 
 __device__ __forceinline__ bool needs_origin(
     const Scores& scores, const RowState& state, float log2_scale, bool is_ordinary) {
     if (is_ordinary) {
-        // The greatest score or 0. Numbers from 0 on compare as the integers of the same bits, of which Hopper finds the
-        // greatest of three at once; numbers below are negative as integers too, and NaN is greater than any number.
+        // The greatest score or 0. Numbers from 0 on compare as the integers of the same bits, of which Hopper finds
+        // the greatest of three at once; numbers below are negative as integers too, and NaN is greater than any
+        // number.
         int max[2][2] = {};
 #pragma unroll
         for (int i = 0; i < kBlockKeys / 2; i += 2) {
@@ -618,6 +693,7 @@ __device__ __forceinline__ bool needs_origin(
 }
 
 // Make the maxima over the quads of lanes that share the rows the rows' origins.
+template <typename Keys = AllKeys>
 __device__ __forceinline__ void set_origins(
     Scores& scores, RowState& state, const float (&max)[2], float log2_scale) {
     float shift[2];
@@ -630,96 +706,122 @@ __device__ __forceinline__ void set_origins(
         const bool is_large = !(fabsf(offset) < kMaxOffset);
         shift[r] = is_large ? origin : 0.0f;
         state.max[r] = row_max;
-        state.offset[r] = Traits::kWeightExponent - (is_large ? 0.0f : offset);
+        state.offset[r] = kWeightExponent - (is_large ? 0.0f : offset);
     }
     if (__any_sync(kFullWarp, shift[0] != 0.0f || shift[1] != 0.0f)) {
 #pragma unroll
-        for (int i = 0; i < kBlockKeys / 2; ++i) scores[i] -= shift[fragment_row(i)];
+        for (int i = 0; i < Keys::kScores; ++i) scores[i] -= shift[fragment_row(i)];
     }
 }
 
-// Turn exponents into weights, and add them to the rows' sums.
-template <typename Exponent>
-__device__ __forceinline__ void weigh(Scores& scores, RowState& state, const Exponent& exponent) {
-    float sums[2][2] = {};
+// Turn exponents into weights, and sum them up by rows.
+template <typename Keys = AllKeys, typename Exponent>
+__device__ __forceinline__ void weigh(Scores& scores, float (&sums)[2], const Exponent& exponent) {
+    float chains[2][2] = {};
 #pragma unroll
-    for (int i = 0; i < kBlockKeys / 2; ++i) {
+    for (int i = 0; i < Keys::kScores; ++i) {
         const int r = fragment_row(i);
-        scores[i] = ex2(exponent(scores[i], state.offset[r]));
-        sums[r][i % 2] += scores[i];
+        scores[i] = ex2(exponent(i));
+        chains[r][i % 2] += scores[i];
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) state.sum[r] += sums[r][0] + sums[r][1];
+    for (int r = 0; r < 2; ++r) sums[r] = chains[r][0] + chains[r][1];
 }
 
-// The same for scores.
-__device__ __forceinline__ void weigh(Scores& scores, RowState& state, float log2_scale) {
-    weigh(scores, state, [&](float score, float offset) { return fmaf(score, log2_scale, offset); });
+// The same for scores of which none is beyond its row's origin.
+template <typename Keys = AllKeys>
+__device__ __forceinline__ void weigh_settled(Scores& scores, RowState& state, float log2_scale) {
+    float sums[2];
+    weigh<Keys>(scores, sums, [&](int i) { return fmaf(scores[i], log2_scale, state.offset[fragment_row(i)]); });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.sum[r] += sums[r];
 }
 
-// The same for dot products far below the cap.
-__device__ __forceinline__ void weigh(Scores& dots, RowState& state, const ScoreScale& scale) {
-    weigh(dots, state, [&](float dot, float offset) {
-        const float square = dot * dot;
-        return fmaf(dot, fmaf(fmaf(scale.c2, square, scale.c1), square, scale.c0), offset);
-    });
+// The same for dot products from which keys beyond the rows' ranges are excluded, in the hope that no score needs a new
+// origin and none is not a number. Returns whether that is so for the whole warp: if not, they are lost.
+__device__ __forceinline__ bool weigh_hopefully(
+    Scores& dots, RowState& state, const ScoreScale& scale) {
+    float sums[2];
+    bool is_well = true;
+    if (kWeighsDots) {
+        // Squares are no less than 0, and numbers from 0 on compare as the integers of the same bits, of which Hopper
+        // finds the greatest of three at once.
+        int greatest[2] = {};
+        float last_square;
+        weigh(dots, sums, [&](int i) {
+            const float square = dots[i] * dots[i];
+            if (i % 2 == 0) {
+                last_square = square;
+            } else {
+                int& chain = greatest[i / 2 % 2];
+                chain = __vimax3_s32(chain, __float_as_int(square), __float_as_int(last_square));
+            }
+            const float factor = fmaf(fmaf(scale.c2, square, scale.c1), square, scale.c0);
+            return fmaf(dots[i], factor, state.offset[fragment_row(i)]);
+        });
+        is_well = __int_as_float(max(greatest[0], greatest[1])) <= scale.max_square;
+    } else {
+        weigh(dots, sums, [&](int i) { return fmaf(dots[i], scale.log2, state.offset[fragment_row(i)]); });
+    }
+    is_well &= sums[0] <= kMaxSum && sums[1] <= kMaxSum;
+    if (!__all_sync(kFullWarp, is_well)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.sum[r] += sums[r];
+    return true;
 }
 
-// Whether dot products are far below the cap, and none needs a new origin.
-__device__ __forceinline__ bool are_small(
-    const Scores& dots, const RowState& state, const ScoreScale& scale, bool is_ordinary) {
+// Whether dot products are far below the cap.
+__device__ __forceinline__ bool are_small(const Scores& dots, const ScoreScale& scale) {
     float greatest[2];
     find_greatest(greatest, dots);
-    bool are_small = is_ordinary;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        // The exponent is at most that of the argument of tanh.
-        are_small &= greatest[r] <= scale.max_dot && fmaf(greatest[r], scale.c0, state.offset[r]) <= kMaxExponent;
-    }
-    return __all_sync(kFullWarp, are_small);
+    const float dot = fmaxf(greatest[0], greatest[1]);
+    return __all_sync(kFullWarp, dot * dot <= scale.max_square);
 }
 
-// Set out from the maxima of a tile's first block. `settle` sees to scores that are not a number, and to rows
-// without any.
-template <typename Settle>
-__device__ __forceinline__ void begin_rows(Scores& scores, RowState& state, float log2_scale, const Settle& settle) {
-    float max[2];
-    find_max<kHasMask>(max, scores);
+// The maxima of a lane's two rows. `settle` sees to scores that are not a number, and to rows without any.
+template <typename Keys = AllKeys, typename Settle>
+__device__ __forceinline__ void find_settled_max(float (&max)[2], const Scores& scores, const Settle& settle) {
+    find_max<kHasMask, Keys>(max, scores);
     if (kHasMask && __any_sync(kFullWarp, !(max[0] > negative_infinity() && max[1] > negative_infinity()))) {
         settle();
-        find_max<false>(max, scores);
+        find_max<false, Keys>(max, scores);
     }
-    set_origins(scores, state, max, log2_scale);
+}
+
+// Set out from the maxima of a tile's first block.
+template <typename Keys, typename Settle>
+__device__ __forceinline__ void begin_rows(Scores& scores, RowState& state, float log2_scale, const Settle& settle) {
+    float max[2];
+    find_settled_max<Keys>(max, scores, settle);
+    set_origins<Keys>(scores, state, max, log2_scale);
     state.sum[0] = state.sum[1] = 0.0f;
 }
 
-// Only where a score of a later block needs a new origin do the lanes look for the maximum together and the warp's
-// origins move; returns whether they did, and then `rescale` is what earlier sums of values must be multiplied
-// by.
+// Move the warp's origins to the maxima so far, which the scores of a later block may have raised. Earlier sums of
+// values must be multiplied by `rescale`.
 template <typename Settle>
-__device__ __forceinline__ bool move_origins(
-    Scores& scores, RowState& state, float (&rescale)[2], float log2_scale, bool is_ordinary, const Settle& settle) {
-    const bool must_move = __any_sync(kFullWarp, needs_origin(scores, state, log2_scale, is_ordinary));
-    if (must_move) {
-        if (kHasMask) settle();
-        float max[2];
-        find_max<false>(max, scores);
-        const float old_max[2] = {state.max[0], state.max[1]};
+__device__ __forceinline__ void move_origins(
+    Scores& scores, RowState& state, float (&rescale)[2], float log2_scale, const Settle& settle) {
+    float max[2];
+    find_settled_max(max, scores, settle);
+    const float old_max[2] = {state.max[0], state.max[1]};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) max[r] = fmaxf(max[r], old_max[r]);
-        set_origins(scores, state, max, log2_scale);
+    for (int r = 0; r < 2; ++r) max[r] = fmaxf(max[r], old_max[r]);
+    set_origins(scores, state, max, log2_scale);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            rescale[r] = ex2((old_max[r] - softmax_origin(state.max[r])) * log2_scale);
-            state.sum[r] *= rescale[r];
-        }
+    for (int r = 0; r < 2; ++r) {
+        rescale[r] = ex2((old_max[r] - softmax_origin(state.max[r])) * log2_scale);
+        state.sum[r] *= rescale[r];
     }
-    return must_move;
 }
 
+// The weights of other keys are 0.
+template <typename Keys = AllKeys>
 __device__ __forceinline__ void pack_weights(PackedWeights& packed, const Scores& weights) {
 #pragma unroll
-    for (int i = 0; i < kBlockKeys / 4; ++i) packed[i] = Traits::pack(weights[2 * i], weights[2 * i + 1]);
+    for (int i = 0; i < kBlockKeys / 4; ++i) {
+        packed[i] = 2 * i < Keys::kScores ? Traits::pack(weights[2 * i], weights[2 * i + 1]) : 0;
+    }
 }
 
 // Add the values that the checkers took out of a block to the rows that may see them. A finite positive
@@ -753,9 +855,9 @@ __device__ __forceinline__ bool has_key_in_quad(bool has_key) {
 }
 
 // Divide by the denominator, round, and put the consumer's 64 rows into shared memory as the output map's
-// boxes lie.
-__device__ __forceinline__ void write_output(Element (&output)[kSlabs][kRows][kSlabColumns], Sums& sums,
-                                             const RowState& state, const bool (&has_key)[2]) {
+// boxes lie. Returns whether some of the warp's output is not finite, where that is asked for.
+__device__ __forceinline__ bool write_output(Element (&output)[kSlabs][kRows][kSlabColumns], Sums& sums,
+                                             const RowState& state, const bool (&has_key)[2], bool asks_for_spoilt) {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -779,16 +881,23 @@ __device__ __forceinline__ void write_output(Element (&output)[kSlabs][kRows][kS
             if (is_finite(sums[i])) sums[i] = fminf(fmaxf(sums[i], -Traits::kMax), Traits::kMax);
         }
     }
+    unsigned int words[kPaddedDim / 4];
+#pragma unroll
+    for (int i = 0; i < kPaddedDim / 4; ++i) words[i] = Traits::pack(sums[2 * i], sums[2 * i + 1]);
     const int lane = threadIdx.x % 32;
     const int row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
 #pragma unroll
     for (int group = 0; group < kPaddedDim / 8; group += 2) {
-        const float* const o = &sums[group * 4];
+        const unsigned int* const o = &words[group * 2];
         const int chunk = (group + lane / 16) % 8;
         Element* const slab = &output[group / 8][row][0];
-        stmatrix_x4(shared_address(slab + (chunk ^ row % 8) * 8), Traits::pack(o[0], o[1]), Traits::pack(o[2], o[3]),
-                    Traits::pack(o[4], o[5]), Traits::pack(o[6], o[7]));
+        stmatrix_x4(shared_address(slab + (chunk ^ row % 8) * 8), o[0], o[1], o[2], o[3]);
     }
+    if (!asks_for_spoilt) return false;
+    unsigned int zeros[2] = {};
+#pragma unroll
+    for (int i = 0; i < kPaddedDim / 4; ++i) zeros[i % 2] = Traits::add_zero_times(zeros[i % 2], words[i]);
+    return __any_sync(kFullWarp, ((zeros[0] | zeros[1]) & 0x7fff7fff) != 0);
 }
 
 __device__ __forceinline__ void consume(Smem& smem, const Params& params, const TensorMap& output_map, int consumer) {
@@ -818,28 +927,37 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
     Sums sums;
     PackedWeights weights;
     const int warp_row = consumer * kRows + threadIdx.x % kWarpgroup / 32 * 16;
-    const MaskRows mask = {shared_address(smem.mask_row(warp_row))};
+    const MaskRows mask = {shared_address(smem.mask[kHasMask ? warp_row : 0])};
     const auto copy_mask = [&](const Tile& mailbox, int block) {
         const int first_key = block * kBlockKeys;
         mask.copy(mailbox.mask + static_cast<long long>(warp_row) * params.sk + first_key,
                   params.sq - mailbox.first - warp_row, params.sk - first_key, params.sk);
     };
 
+    if (consumer == kConsumers - 1) pass_turn();  // the first turn is the first consumer's
     mbarrier_wait(smem.q_full[0][consumer], 0);
     Tile tile = read_tile(smem.tiles[0]);
-    if (kHasMask) copy_mask(smem.tiles[0], tile.last_block);
-    mbarrier_wait(smem.k_full[0], 0);
-    issue_scores(scores, q_descriptor, k_descriptor);
-    if (consumer == kConsumers - 1) pass_turn();  // the first turn is the first consumer's
-    wgmma_wait<0>();
-    pin(scores);
-    if (is_elected) mbarrier_arrive(smem.k_empty[0]);
-    k_place.advance();
-
-    int stored_stage = -1;
+    bool is_under_way = false;  // the tile's first scores
     while (true) {
+        if (!is_under_way) {
+            while (tile.plane == Tile::kIdle) {
+                mbarrier_arrive(smem.q_empty[q_place.stage]);
+                q_place.advance();
+                mbarrier_wait(smem.q_full[q_place.stage][consumer], q_place.parity);
+                tile = read_tile(smem.tiles[q_place.stage]);
+            }
+            if (tile.plane == Tile::kEnd) return;
+            if (kHasMask) copy_mask(smem.tiles[q_place.stage], tile.last_block);
+            mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
+            issue_scores(scores, advance(q_descriptor, q_place.stage * kQueryBuffer),
+                         advance(k_descriptor, k_place.stage * kKeyBytes));
+            wgmma_wait<0>();
+            pin(scores);
+            if (lane == 0) mbarrier_arrive(smem.k_empty[k_place.stage]);
+            k_place.advance();
+        }
         // Where registers are short, what is not needed in every block is read from the mailbox again.
-        const Tile& mailbox = kHasMask || kHasSoftcap ? smem.tiles[q_place.stage] : tile;
+        const Tile& mailbox = kHasMask || kHasSoftcap || kHasWindow ? smem.tiles[q_place.stage] : tile;
         LaneRows rows;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -848,9 +966,11 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         }
         int block = tile.last_block;
         const int first_block = tile.last_block - tile.blocks + 1;
-        bool is_partial = tile.is_partial(block);
         RowState state;
 
+        const auto exclude_cut = [&](int b) {
+            if (tile.is_cut(b)) exclude(scores, rows, b * kBlockKeys + lane_column);
+        };
         // From dot products to scores of the keys that the rows may see, and -inf for the others.
         const auto finish_scores = [&](int b) {
             if (kHasSoftcap) cap(scores, scale);
@@ -858,40 +978,54 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
                 mask.wait();
                 add_mask(scores, mask, scale.mask);
             }
-            if (tile.is_cut(b)) exclude(scores, rows, b * kBlockKeys + lane_column);
+            exclude_cut(b);
         };
         const auto settle = [&](int b) { exclude_masked(scores, state, rows, mask, b * kBlockKeys + lane_column); };
         const auto copy_next_mask = [&](int b) {
             if (kHasMask && b > first_block) copy_mask(mailbox, b - 1);
         };
+        bool is_hopeful = !kHasMask;  // that the next block's scores need no new origin
         // From the dot products of a block to weights; returns whether the origins moved.
         const auto weigh_next = [&](int b, bool is_ordinary, float (&rescale)[2]) {
-            if (kWeighsDots && are_small(scores, state, scale, is_ordinary)) {
-                if (tile.is_cut(b)) exclude(scores, rows, b * kBlockKeys + lane_column);
-                weigh(scores, state, scale);
-                return false;
+            if (is_ordinary && is_hopeful) {
+                exclude_cut(b);
+                if (weigh_hopefully(scores, state, scale)) return false;
+                const Element* const q = smem.q[q_place.stage][consumer][0][warp_row - consumer * kRows];
+                recompute_scores(scores, shared_address(q), shared_address(smem.k[k_place.stage]));
             }
+            if (kWeighsDots) is_hopeful = are_small(scores, scale);
             finish_scores(b);
-            const bool has_moved = move_origins(scores, state, rescale, scale.log2, is_ordinary, [&] { settle(b); });
+            const bool must_move =
+                !kHasMask || __any_sync(kFullWarp, needs_origin(scores, state, scale.log2, is_ordinary));
+            if (must_move) move_origins(scores, state, rescale, scale.log2, [&] { settle(b); });
             copy_next_mask(b);
-            weigh(scores, state, scale.log2);
-            return has_moved;
+            weigh_settled(scores, state, scale.log2);
+            return must_move;
         };
 
-        finish_scores(block);
-        begin_rows(scores, state, scale.log2, [&] { settle(block); });
-        copy_next_mask(block);
-        weigh(scores, state, scale.log2);
-        pack_weights(weights, scores);
-
-        // The store of the tile before, which one thread issued, has long read its buffer. Each thread gives back what it
-        // has read of the mailbox.
-        if (stored_stage >= 0) {
-            tma_store_wait_read();
-            mbarrier_arrive(smem.q_empty[stored_stage]);
+        const unsigned int warp_end = __shfl_sync(kFullWarp, rows.ranges[1].end, 31);
+        if (kHasHalves && warp_end <= block * kBlockKeys + kBlockKeys / 2) {
+            if (kHasSoftcap) cap<LowerKeys>(scores, scale);
+            exclude<LowerKeys>(scores, rows, block * kBlockKeys + lane_column);
+            begin_rows<LowerKeys>(scores, state, scale.log2, [] {});
+            weigh_settled<LowerKeys>(scores, state, scale.log2);
+            pack_weights<LowerKeys>(weights, scores);
+        } else {
+            finish_scores(block);
+            begin_rows<AllKeys>(scores, state, scale.log2, [&] { settle(block); });
+            copy_next_mask(block);
+            weigh_settled(scores, state, scale.log2);
+            pack_weights(weights, scores);
         }
 
-        // Wait for what the checkers found in the values of a partial block.
+        // The store of the tile before, which one thread issued, has long read its buffer. Each thread gives back what
+        // it has read of the mailbox.
+        if (is_under_way) {
+            tma_store_wait_read();
+            mbarrier_arrive(smem.q_empty[(q_place.stage + kQueryStages - 1) % kQueryStages]);
+        }
+
+        // Wait for what the checkers found in the values of a block.
         const auto wait_for_checkers = [&] {
             mbarrier_wait(smem.checked[check_place.stage], check_place.parity);
             const unsigned int* const found = smem.found[check_place.stage];
@@ -901,17 +1035,7 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         };
         // The product with the values of `block` is done: release their stage, and add what the checkers removed. Each
         // warp releases for itself: one that has yet to wait for the checkers must not find them two phases on.
-        // The product of a tile's first block, which starts the sums, does not wait for them, and is made again where
-        // they removed something.
         const auto finish_values = [&](unsigned int found) {
-            if (is_partial && block == tile.last_block) {
-                found = wait_for_checkers();
-                if (found != 0) {
-                    issue_values(sums, weights, advance(v_descriptor, v_place.stage * kKeyBytes), false);
-                    wgmma_wait<0>();
-                    pin(sums);
-                }
-            }
             if (lane == 0) mbarrier_arrive(smem.v_empty[v_place.stage]);
             v_place.advance();
             if ((found & kMayBeSeen) == 0) return;
@@ -930,7 +1054,7 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
 #pragma unroll 1
         while (block > first_block) {
             mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
-            const unsigned int found = is_partial && block < tile.last_block ? wait_for_checkers() : 0;
+            const unsigned int found = (kHasMask ? mailbox : tile).is_checked(block) ? wait_for_checkers() : 0;
             take_turn();
             issue_scores(scores, advance(q_descriptor, q_place.stage * kQueryBuffer),
                          advance(k_descriptor, k_place.stage * kKeyBytes));
@@ -939,25 +1063,19 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             const bool is_ordinary = are_ordinary(state, scale.log2);
             wgmma_wait<1>();
             pin(scores);
-            if (is_elected) mbarrier_arrive(smem.k_empty[k_place.stage]);
-            k_place.advance();
 
-            const bool is_next_partial = tile.is_partial(block - 1);
             float rescale[2] = {1.0f, 1.0f};
-            bool has_moved = weigh_next(block - 1, is_ordinary, rescale);
-
-            // The compiler moves a wait for products up as far as the last branch, and additions that are not needed
-            // yet down behind it. So there is a branch behind the softmax, the wait for the values that the new
-            // weights go with, and before it a vote on the sums, which are never negative.
+            const bool has_moved = weigh_next(block - 1, is_ordinary, rescale);
+            // The compiler moves a wait for products up as far as the last branch, which is that on the weights' sums.
             pin(scores);
-            has_moved |= __any_sync(kFullWarp, state.sum[0] + state.sum[1] < 0.0f);
+            if (lane == 0) mbarrier_arrive(smem.k_empty[k_place.stage]);
+            k_place.advance();
             RingPlace<kValueStages> next_v_place = v_place;
             next_v_place.advance();
             mbarrier_wait(smem.v_full[next_v_place.stage], next_v_place.parity);
             wgmma_wait<0>();
             pin(sums);
             finish_values(found);
-            is_partial = is_next_partial;
             --block;
             if (has_moved) {
 #pragma unroll
@@ -974,7 +1092,7 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
         const Tile next = read_tile(smem.tiles[next_place.stage]);
         if (kHasMask && next.plane >= 0) copy_mask(smem.tiles[next_place.stage], next.last_block);
         if (next.plane >= 0) mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
-        const unsigned int found = is_partial && block < tile.last_block ? wait_for_checkers() : 0;
+        const unsigned int found = (kHasMask ? mailbox : tile).is_checked(block) ? wait_for_checkers() : 0;
         take_turn();
         issue_values(sums, weights, advance(v_descriptor, v_place.stage * kKeyBytes), tile.blocks > 1);
         issue_scores(scores, advance(q_descriptor, next_place.stage * kQueryBuffer),
@@ -990,10 +1108,13 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             const bool sees_key = (state.sees_key >> r & 1) != 0 || state.max[r] > negative_infinity();
             has_key[r] = kHasMask ? has_key_in_quad(sees_key) : rows.ranges[r].begin < rows.ranges[r].end;
         }
-        write_output(smem.q[q_place.stage][consumer], sums, state, has_key);
+        const bool is_spoilt =
+            write_output(smem.q[q_place.stage][consumer], sums, state, has_key, mailbox.may_be_spoilt());
+        uint4& spoilt = smem.spoilt[q_place.stage][consumer];
+        if (lane == 0) reinterpret_cast<unsigned int*>(&spoilt)[threadIdx.x % kWarpgroup / 32] = is_spoilt;
         fence_proxy_async();
         named_barrier_sync(kOutputBarrier + consumer, kWarpgroup);
-        if (is_elected) {
+        if (is_elected && (spoilt.x | spoilt.y | spoilt.z | spoilt.w) == 0) {
 #pragma unroll
             for (int slab = 0; slab < kSlabs; ++slab) {
                 tma_store_3d(output_map, smem.q[q_place.stage][consumer][slab], slab * kSlabColumns,
@@ -1001,16 +1122,19 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             }
             tma_store_commit();
         }
-        stored_stage = q_place.stage;
         wgmma_wait<0>();
         pin(scores);
-        if (next.plane < 0) break;
-        if (is_elected) mbarrier_arrive(smem.k_empty[k_place.stage]);
-        k_place.advance();
+        is_under_way = next.plane >= 0;
+        if (!is_under_way) {
+            tma_store_wait_read();
+            mbarrier_arrive(smem.q_empty[q_place.stage]);
+        }
         q_place = next_place;
         tile = next;
+        if (!is_under_way) continue;
+        if (lane == 0) mbarrier_arrive(smem.k_empty[k_place.stage]);
+        k_place.advance();
     }
-    if (is_elected) tma_store_wait_read();
 }
 
 // The maps say where q, key and output are; their addresses are there for the host, which keeps them alive.
@@ -1051,11 +1175,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ENTRY(
         prefetch_tensormap(output_map);
         for (int i = 0; i < kQueryStages; ++i) {
             for (int consumer = 0; consumer < kConsumers; ++consumer) mbarrier_init(smem.q_full[i][consumer], 1);
-            mbarrier_init(smem.q_empty[i], kConsumers * kWarpgroup + kCheckers);
+            mbarrier_init(smem.q_empty[i], kConsumers * kWarpgroup + kCheckers * 32);
+            for (int consumer = 0; consumer < kConsumers; ++consumer) smem.spoilt[i][consumer] = make_uint4(0, 0, 0, 0);
         }
         for (int i = 0; i < kKeyStages; ++i) {
             mbarrier_init(smem.k_full[i], 1);
-            mbarrier_init(smem.k_empty[i], kConsumers);
+            mbarrier_init(smem.k_empty[i], kConsumers * kWarpgroup / 32);
         }
         for (int i = 0; i < kValueStages; ++i) {
             mbarrier_init(smem.v_full[i], 1);

@@ -163,11 +163,11 @@ def shared_bytes(head_dim: int, tiles: Sm90Tiles, *, has_mask: bool) -> int:
     slab_row = div_up(head_dim, _SLAB_COLUMNS) * _SLAB_COLUMNS * float16.itemsize
     blocks = tiles.key_stages + tiles.value_stages
     buffers = slab_row * (tiles.query_stages * tiles.queries + blocks * tiles.keys)
-    mask = tiles.queries * (tiles.keys + 8) * float16.itemsize if has_mask else 0
-    mailboxes = 48 * tiles.query_stages
-    scale_and_findings = div_up(7 * 4 + tiles.value_stages * 3 * 4, 8) * 8
+    mask = (tiles.queries if has_mask else 1) * (tiles.keys + 8) * float16.itemsize
+    mailboxes = (56 + 16 * tiles.consumers) * tiles.query_stages
+    scale_and_findings = div_up(8 * 4 + tiles.value_stages * 3 * 4, 8) * 8
     barriers = 8 * (tiles.query_stages * (tiles.consumers + 1) + 2 * blocks + tiles.value_stages)
-    return buffers + mask + mailboxes + scale_and_findings + barriers
+    return div_up(buffers + mask + mailboxes + scale_and_findings + barriers, 16) * 16
 
 
 @dataclass(frozen=True)
