@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nxrt_cuda as nx
+from benchmarks._ceilings import Ceilings
 from benchmarks._environment import missing
 from benchmarks._timing import DeviceClock, Subject, Timing, time_subjects
 from benchmarks._torch import TorchPeer
@@ -79,6 +80,11 @@ class Bench:
         if peer is None:
             self.absent["PyTorch"] = "it finds no GPU"
         return peer
+
+    @cached_property
+    def ceilings(self) -> Ceilings | None:
+        """What the device reaches at best, where PyTorch is there to say so."""
+        return None if self.torch is None else Ceilings.measure(self.clock, self.torch)
 
     def operand_sets(self, nbytes: int) -> int:
         """How many sets of ``nbytes`` to go round so that no set stays in the L2 cache."""

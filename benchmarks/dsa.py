@@ -2,9 +2,9 @@
 
     python -m benchmarks.dsa --out benchmarks/results/h200-dsa.json
 
-64 heads of 128 select 2048 keys a row. Where there are several query rows they are the last ones of the
-sequence, and causal. Ours is exact, and is compared with the oracle before it is timed; PyTorch's rounds
-scores to the dtype, and the table says how many of the right keys it misses.
+64 heads of 128, or 32 where it says so, select 2048 keys a row. Where there are several query rows they are
+the last ones of the sequence, and causal. Ours is exact, and is compared with the oracle before it is timed;
+PyTorch's rounds scores to the dtype, and the table says how many of the right keys it misses.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from nxrt_cuda.reference.dsa_index_select import dsa_index_select
 __all__ = ["CASES", "Case", "measure", "tabulate"]
 
 _DTYPES = {"bf16": nx.bfloat16, "f16": nx.float16, "f32": nx.float32}
+_HEADS = 64
 _POISON = -7
 _PEER = "torch composite"
 
@@ -55,14 +56,15 @@ class Case:
     batch: int
     q_seq: int
     key_seq: int
-    heads: int = 64
+    heads: int = _HEADS
     head_dim: int = 128
     top_k: int = 2048
     portable: bool = False
 
     @property
     def label(self) -> str:
-        return f"{self.dtype} B{self.batch} S{self.q_seq} T{self.key_seq}{', portable' if self.portable else ''}"
+        heads = "" if self.heads == _HEADS else f" H{self.heads}"
+        return f"{self.dtype} B{self.batch} S{self.q_seq} T{self.key_seq}{heads}{', portable' if self.portable else ''}"
 
     @property
     def element(self) -> nx.DataType:
@@ -95,6 +97,13 @@ class Case:
         *inputs, bias = (prod(shape) for shape in self.shapes)
         return sum(inputs) * self.element.itemsize + bias * 4 + prod(self.output_shape) * 8
 
+    @property
+    def operations(self) -> float:
+        """Of the dots of all keys that rows may see, if more than top_k; of f32 ones, three bf16 products each."""
+        seen = self.key_seq - np.arange(self.q_seq)
+        products = 3 if self.element == nx.float32 else 1
+        return 2.0 * self.heads * self.head_dim * products * self.batch * int(seen[seen > self.top_k].sum())
+
 
 _BF16_SHAPES = ((1, 512, 8192), (1, 2048, 8192), (1, 1024, 32768), (1, 4096, 4096), (1, 1, 131072), (32, 1, 32768))
 
@@ -102,6 +111,7 @@ CASES = (
     *(Case("bf16", *shape) for shape in _BF16_SHAPES),
     Case("f16", 1, 2048, 8192),
     Case("f32", 1, 512, 8192),
+    *(Case("bf16", *shape, heads=32) for shape in _BF16_SHAPES),
     *(Case("bf16", *shape, portable=True) for shape in _BF16_SHAPES),
     Case("f32", 1, 512, 8192, portable=True),
 )
@@ -139,12 +149,14 @@ def _measure(bench: Bench, case: Case, rng: np.random.Generator) -> dict[str, An
     checked = _check(case, warmed.sets)
     compared = bench.compare(warmed, _torch_peers(bench.torch, case, warmed.sets))
     choice = warmed.kernel.choice
+    floor = bench.ceilings.floor(case.operations, case.nbytes) if bench.ceilings else None
     progress(f"{case.label}: {milliseconds(compared.ours.ms)} ms, {checked} row(s) checked")
     return {
         "case": case.label,
         "variant": choice.variant.value,
         "variant_reason": choice.reason,
         **asdict(compared.ours),
+        "floor": asdict(floor) if floor else None,
         "checked_rows": checked,
         "peers": compared.peers,
         "refused": compared.refused,
@@ -219,13 +231,14 @@ def tabulate(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The table of measured rows."""
     has_peer = any(row["peers"] for row in rows)
     return Table(
-        ("case", "variant", "ms", "±", *((f"{_PEER}, ms", "keys it misses") if has_peer else ())),
+        ("case", "variant", "ms", "±", "of the floor", *((f"{_PEER}, ms", "keys it misses") if has_peer else ())),
         [
             (
                 row["case"],
                 row["variant"],
                 milliseconds(row["ms"]),
                 f"{row['spread']:.1%}",
+                f"{row['floor']['ms'] / row['ms']:.0%} {row['floor']['bound']}" if row["floor"] else "-",
                 *(_peer_cells(row) if has_peer else ()),
             )
             for row in rows
