@@ -34,7 +34,7 @@ check() { # tool, name, workers, pytest arguments
 kernels() { # tool
   check "$1" attention "$workers" tests/gpu/test_attention_gpu.py -k "$attention" &
   check "$1" dsa $((workers / 2)) tests/gpu/test_dsa_gpu.py &
-  check "$1" certified $((workers / 2)) tests/gpu/test_dsa_certified_gpu.py -k "small_shapes or chunks" &
+  check "$1" certified $((workers / 2)) tests/gpu/test_dsa_certified_gpu.py -k "small_shapes or chunks or in_a_graph" &
 }
 
 rm -f "$logs/failed"
