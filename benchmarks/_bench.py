@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nxrt_cuda as nx
-from benchmarks._ceilings import Ceilings
+from benchmarks._ceilings import measure_tensor_rate
 from benchmarks._environment import missing
 from benchmarks._timing import DeviceClock, Subject, Timing, time_subjects
 from benchmarks._torch import TorchPeer
@@ -82,9 +82,9 @@ class Bench:
         return peer
 
     @cached_property
-    def ceilings(self) -> Ceilings | None:
-        """What the device reaches at best, where PyTorch is there to say so."""
-        return None if self.torch is None else Ceilings.measure(self.clock, self.torch)
+    def tensor_rate(self) -> float | None:
+        """The bf16 operations a millisecond that the device reaches at best, where PyTorch is there to say so."""
+        return None if self.torch is None else measure_tensor_rate(self.clock, self.torch)
 
     def operand_sets(self, nbytes: int) -> int:
         """How many sets of ``nbytes`` to go round so that no set stays in the L2 cache."""

@@ -17,7 +17,6 @@ import pytest
 import nxrt_cuda as nx
 from benchmarks import attention, dsa, dsa_exactness, launch, report
 from benchmarks._bench import Bench, Operands, Peer, WrongResultError, relative_error
-from benchmarks._ceilings import Ceilings, Floor
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._timing import DeviceClock, Subject, time_subjects
 from nxrt_cuda.reference import HOST_ENTRIES
@@ -379,15 +378,8 @@ def test_tables_show_peers() -> None:
     table = attention.tabulate(rows)
     assert table.columns[-1] == "torch flash, ms"
     assert [cells[-1] for cells in table.rows] == ["1.000 (0.5x)", "-"]
-    rows = [{**row, "peers": {"torch composite": peer}, "refused": {}, "floor": {"ms": 1.5, "bound": "tensor"}}]
-    assert dsa.tabulate(rows).rows[0][-3:] == ("75% tensor", "1.000 (0.5x)", "0.20%")
-
-
-def test_floor_is_of_what_takes_longer() -> None:
-    """Operations at the tensor cores' rate or bytes at the memory's; both rates are a millisecond's."""
-    ceilings = Ceilings(tensor=1000.0, memory=10.0)
-    assert ceilings.floor(operations=3000.0, nbytes=20.0) == Floor(3.0, "tensor")
-    assert ceilings.floor(operations=1000.0, nbytes=20.0) == Floor(2.0, "memory")
+    rows = [{**row, "peers": {"torch composite": peer}, "refused": {}, "floor_ms": 1.5}]
+    assert dsa.tabulate(rows).rows[0][-3:] == ("75%", "1.000 (0.5x)", "0.20%")
 
 
 def test_operations_are_of_rows_that_choose() -> None:
