@@ -36,6 +36,7 @@ logger = logging.getLogger("nxrt_cuda")
 _SCHEMA = b"1"
 
 _HALF_HEADERS = ("cuda_fp16.h", "cuda_bf16.h", "vector_types.h", "crt/host_defines.h", "nv/target")
+_TENSOR_CORE_HEADERS = (*_HALF_HEADERS, "mma.h", "crt/mma.h")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ class Compiler(Protocol):
         Raises:
             UnsupportedError: it names the headers, the places looked at and the wheel to install.
         """
+        ...
+
+    def require_tensor_core_headers(self, op: str) -> None:
+        """Refuse ``op`` where the headers of the tensor-core fragments are missing; raises as above."""
         ...
 
     @property
@@ -142,6 +147,9 @@ class NvrtcCompiler:
 
     def require_half_headers(self, op: str) -> None:
         self.headers.require(op, _HALF_HEADERS)
+
+    def require_tensor_core_headers(self, op: str) -> None:
+        self.headers.require(op, _TENSOR_CORE_HEADERS)
 
     def compile(self, spec: KernelSpec) -> Image:
         """See :meth:`Compiler.compile`."""
@@ -223,6 +231,9 @@ class HostCompiler:
         return Image(image.encode(), "host", "host", seconds=time.perf_counter() - started)
 
     def require_half_headers(self, op: str) -> None:
+        """The host needs none."""
+
+    def require_tensor_core_headers(self, op: str) -> None:
         """The host needs none."""
 
 

@@ -629,6 +629,13 @@ class CudaRuntime(ProcessBound):
         """Refuse ``op`` where NVRTC would not find ``cuda_fp16.h`` and ``cuda_bf16.h``, saying how to get them."""
         self._compiler.require_half_headers(op)
 
+    def require_nvrtc_tensor_core_headers(self, op: str) -> None:
+        """Refuse ``op`` where NVRTC would not find ``mma.h`` either, saying how to get it.
+
+        For kernels of your own that use its fragments; those of this package use none.
+        """
+        self._compiler.require_tensor_core_headers(op)
+
     def tensor_map(
         self,
         dtype: DataType,

@@ -451,20 +451,27 @@ def toolkit(root: Path, version: int = 13000) -> Path:
     return include
 
 
-def test_the_wheels_headers_serve_the_kernels() -> None:
+def test_the_wheels_headers_serve_both_gates() -> None:
     """With the nvrtc extra installed, as in CI, nothing is missing."""
     NvrtcCompiler("sm_90a").require_half_headers("an op")
+    NvrtcCompiler("sm_90a").require_tensor_core_headers("an op")
     HostCompiler().require_half_headers("an op")
+    HostCompiler().require_tensor_core_headers("an op")
 
 
-def test_missing_headers_are_named_with_the_places(no_wheel: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tensor_core", "header"), [(False, "cuda_bf16.h"), (True, "mma.h")])
+def test_missing_headers_are_named_with_the_places(
+    no_wheel: pytest.MonkeyPatch, tmp_path: Path, tensor_core: bool, header: str
+) -> None:
     """The op, the headers, every place looked at, and the wheel to install."""
     no_wheel.setenv("CUDA_HOME", str(tmp_path))
     compiler = NvrtcCompiler("sm_90a", include_directories=["/my/headers"])
+    gate = compiler.require_tensor_core_headers if tensor_core else compiler.require_half_headers
     with pytest.raises(UnsupportedError) as caught:
-        compiler.require_half_headers("flash_attention_f16")
+        gate("flash_attention_f16")
     message = str(caught.value)
     assert message.startswith("flash_attention_f16 needs the CUDA headers cuda_fp16.h, cuda_bf16.h")
+    assert header in message
     for place in (
         "include_directories /my/headers",
         "cuda.pathfinder: nothing",
