@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nxrt_cuda.architecture import own_arch
 from nxrt_cuda.dtype import DataType, bfloat16, float16, float32
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, div_up
 from nxrt_cuda.ops.dsa_geometry import Dims
@@ -38,6 +39,7 @@ __all__ = [
     "chunk_bytes",
     "chunks",
     "error_scale",
+    "kernel_spec",
     "key_box",
     "norm_weights",
     "part_type",
@@ -85,11 +87,10 @@ _STEP_ERRORS = {8: 22.0, 9: 10.5, 10: 10.5, 12: 10.5}
 
 def abilities(compute_capability: tuple[int, int]) -> Abilities:
     """Of a device. Where nobody has published how tensor cores sum, they are taken for the coarsest known."""
-    major, minor = compute_capability
-    has_wgmma = compute_capability == (9, 0)
+    major, _ = compute_capability
     return Abilities(
-        arch="sm_90a" if has_wgmma else f"sm_{major}{minor}",
-        has_wgmma=has_wgmma,
+        arch=own_arch(compute_capability),
+        has_wgmma=compute_capability == (9, 0),
         has_clusters=major >= 9,
         has_large_blocks=9 <= major < 12,
         step_error=_STEP_ERRORS.get(major, max(_STEP_ERRORS.values())),
@@ -432,7 +433,7 @@ def uses_prepare(dims: Dims, chunk: Chunk, multiprocessors: int) -> bool:
 
 def split_spec(head_dim: int) -> KernelSpec:
     """Of the kernel that splits f32 vectors."""
-    return _spec("split", _SPLIT_PARAMS, _SPLIT_THREADS, {"HEAD_DIM": head_dim})
+    return kernel_spec("split", _SPLIT_PARAMS, _SPLIT_THREADS, {"HEAD_DIM": head_dim})
 
 
 def split_config(spec: KernelSpec, dims: Dims, chunk: Chunk, multiprocessors: int, max_grid_x: int) -> LaunchConfig:
@@ -449,7 +450,7 @@ def prepare_spec(dtype: DataType, dims: Dims) -> KernelSpec:
 
 def _prepare_spec(tile_rows: int, block_keys: int) -> KernelSpec:
     macros = {"ELEMENT": float32.cuda, "TILE_ROWS": tile_rows, "BLOCK_KEYS": block_keys}
-    return _spec("prepare", _PREPARE_PARAMS, _PREPARE_THREADS, macros, contract=True)
+    return kernel_spec("prepare", _PREPARE_PARAMS, _PREPARE_THREADS, macros, contract=True)
 
 
 def prepare_config(spec: KernelSpec, dims: Dims, chunk: Chunk, max_grid_x: int) -> LaunchConfig:
@@ -493,7 +494,7 @@ def _mma_score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) ->
         "QUERY_STAGES": _MMA_STAGES[parts(dtype), head_dim],
         "SHARED_BYTES": _mma_shared_bytes(dtype, head_dim),
     }
-    return _spec("score_mma", _MMA_SCORE_PARAMS, _MMA_THREADS, macros)
+    return kernel_spec("score_mma", _MMA_SCORE_PARAMS, _MMA_THREADS, macros)
 
 
 def _score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) -> KernelSpec:
@@ -508,7 +509,7 @@ def _score_spec(dtype: DataType, heads: int, head_dim: int, columns: int) -> Ker
         "QUERY_STAGES": query_stages,
         "SHARED_BYTES": _score_shared_bytes(dtype, columns, head_dim),
     }
-    return _spec("score_sm90", _SCORE_PARAMS, _SCORE_THREADS, macros, arch="sm_90a")
+    return kernel_spec("score_sm90", _SCORE_PARAMS, _SCORE_THREADS, macros, arch="sm_90a")
 
 
 def score_config(
@@ -568,7 +569,7 @@ def _certify_block_spec(dtype: DataType, heads: int, head_dim: int, thread_words
         "THREAD_WORDS": thread_words,
         "SHARED_BYTES": _certify_block_shared_bytes(dtype, heads, head_dim, thread_words),
     }
-    return _spec(
+    return kernel_spec(
         "certify_block",
         tuple(param for param in _CERTIFY_PARAMS if param.name != "block_keys"),
         _BLOCK_THREADS[thread_words],
@@ -585,7 +586,7 @@ def _certify_spec(dtype: DataType, heads: int, head_dim: int, cluster: int, thre
         "CLUSTER": cluster,
         "SHARED_BYTES": _certify_shared_bytes(dtype, heads, head_dim, cluster, threads),
     }
-    return _spec("certify", _CERTIFY_PARAMS, threads, macros, arch=arch)
+    return kernel_spec("certify", _CERTIFY_PARAMS, threads, macros, arch=arch)
 
 
 def certify_config(spec: KernelSpec, dims: Dims, rows: int, max_grid_x: int) -> tuple[LaunchConfig, tuple[int, ...]]:
@@ -621,7 +622,7 @@ def certified_specs(able: Abilities) -> tuple[KernelSpec, ...]:
     )
 
 
-def _spec(
+def kernel_spec(
     name: str,
     params: tuple[Param, ...],
     threads: int,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nxrt_cuda.dtype import DataType, bfloat16, float16
 from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, div_up
-from nxrt_cuda.ops.dsa_certified import Abilities
+from nxrt_cuda.ops.dsa_certified import Abilities, kernel_spec
 from nxrt_cuda.ops.dsa_geometry import Dims
 
 __all__ = ["BARRIER_BYTES", "Team", "choose_team", "decode_config", "decode_key_box", "decode_spec", "decode_specs"]
@@ -108,16 +108,7 @@ def decode_spec(dtype: DataType, heads: int, head_dim: int) -> KernelSpec:
         "TEAM_BYTES": _TEAM_BYTES,
         "SHARED_BYTES": _shared_bytes(heads, head_dim),
     }
-    return KernelSpec(
-        source="dsa_index_select_decode_sm90.cu",
-        entry="dsa_index_select_decode_sm90",
-        params=_PARAMS,
-        threads=_THREADS,
-        macros=tuple((macro, str(value)) for macro, value in macros.items()),
-        contract=False,
-        arch="sm_90a",
-        changeable=(),
-    )
+    return kernel_spec("decode_sm90", _PARAMS, _THREADS, macros, arch="sm_90a")
 
 
 def decode_key_box() -> tuple[int, int, int]:
