@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import nxrt_cuda as nx
+from benchmarks._launch_ops import Op
 from benchmarks._stopwatch import Row, Stopwatch
 from benchmarks._timing import DeviceClock, Subject, time_subjects
 
@@ -22,6 +23,7 @@ __all__ = ["BARE_GRAPH", "BARE_LAUNCH", "BARE_SEQUENCE", "ENTRY", "PEERS", "prob
 BARE_LAUNCH = "cuLaunchKernel, arguments packed"
 BARE_GRAPH = "cuGraphLaunch, 1 node"
 
+_REPLAY_RATIO = 1.15
 _SEQUENCE = 64
 _SEQUENCE_RATIO = 1.1
 BARE_SEQUENCE = f"cuGraphLaunch, {_SEQUENCE} nodes, on the device"
@@ -92,8 +94,15 @@ def _measure_bindings(runtime: nx.CudaRuntime, bursts: int) -> Iterator[Row]:
         yield Row(
             "rt.launch(prepared), context current", stopwatch.us(partial(runtime.launch, prepared)), bare=BARE_LAUNCH
         )
-        with _bare_graph(stream, launch, 1) as replay:
-            yield Row(BARE_GRAPH, stopwatch.us(replay))
+        with runtime.capture() as graph:
+            runtime.launch(prepared)
+        yield from _measure_replays(graph, stream, stopwatch, "1 node", BARE_GRAPH)
+        dsa = Op.dsa(runtime)
+        execute = dsa.call()
+        execute()
+        with runtime.capture([dsa.kernel]) as graph:
+            execute()
+        yield from _measure_replays(graph, stream, stopwatch, dsa.name, f"cuGraphLaunch, {dsa.name}")
         with runtime.capture() as graph:
             for _ in range(_SEQUENCE):
                 runtime.launch(prepared)
@@ -104,6 +113,19 @@ def _measure_bindings(runtime: nx.CudaRuntime, bursts: int) -> Iterator[Row]:
         what = f"graph.replay(), {_SEQUENCE} nodes, on the device"
         us = 1000 * times["ours"].ms
         yield Row(what, us, launches=_SEQUENCE, bare=BARE_SEQUENCE, target_ratio=_SEQUENCE_RATIO)
+
+
+def _measure_replays(graph: nx.CapturedGraph, stream: int, stopwatch: Stopwatch, what: str, bare: str) -> Iterator[Row]:
+    """Replays of a graph, and the driver's own launches of the same executable, in turns."""
+    from cuda.bindings import driver
+
+    (segment,) = graph._segments
+    launch = partial(driver.cuGraphLaunch, segment.executable, stream)
+    _checked(launch())
+    ours, theirs = stopwatch.us_in_turns(graph.replay, launch)
+    nodes = graph.node_count
+    yield Row(bare, theirs, launches=nodes)
+    yield Row(f"graph.replay(), {what}", ours, launches=nodes, bare=bare, target_ratio=_REPLAY_RATIO)
 
 
 @contextmanager

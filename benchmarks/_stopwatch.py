@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter_ns
 
@@ -47,22 +48,35 @@ class Stopwatch:
 
     def us(self, call: Call) -> float:
         """Median microseconds of one call."""
-        return self.us_of_bursts(lambda: [call] * BURST)
+        return self.us_of_bursts(partial(_burst_of, call))
 
     def us_of_bursts(self, prepare: Callable[[], Sequence[Call]]) -> float:
         """The same, where every burst has calls of its own, prepared outside the time."""
-        samples = []
+        (us,) = self._medians([prepare])
+        return us
+
+    def us_in_turns(self, *calls: Call) -> list[float]:
+        """Median microseconds of each of several calls, whose bursts take turns: what changes with time changes all."""
+        return self._medians([partial(_burst_of, call) for call in calls])
+
+    def _medians(self, subjects: Sequence[Callable[[], Sequence[Call]]]) -> list[float]:
+        samples: list[list[float]] = [[] for _ in subjects]
         gc.collect()
         gc.disable()
         try:
             for _ in range(self.bursts):
-                burst = prepare()
-                self.drain()
-                started = perf_counter_ns()
-                for call in burst:
-                    call()
-                samples.append((perf_counter_ns() - started) / len(burst))
+                for prepare, of_this in zip(subjects, samples, strict=True):
+                    burst = prepare()
+                    self.drain()
+                    started = perf_counter_ns()
+                    for call in burst:
+                        call()
+                    of_this.append((perf_counter_ns() - started) / len(burst))
             self.drain()
         finally:
             gc.enable()
-        return median(samples) / 1000
+        return [median(of_this) / 1000 for of_this in samples]
+
+
+def _burst_of(call: Call) -> Sequence[Call]:
+    return [call] * BURST

@@ -11,7 +11,7 @@ import nxrt_cuda as nx
 
 __all__ = ["DeviceClock", "Subject", "Timing", "time_subjects"]
 
-_ROUNDS = 3
+_ROUNDS = 4
 _REPLAYS = (1, 10)
 _ROUND_MS = 60.0
 """How long a subject is replayed in one round."""
@@ -59,7 +59,11 @@ class Timing:
 
 
 def time_subjects(clock: DeviceClock, subjects: Mapping[str, Subject]) -> dict[str, Timing]:
-    """Time the subjects in turns; the first round only warms the device up."""
+    """Time the subjects in turns, the order of one round turned round in the next; the first only warms the device up.
+
+    What a device at its power limit gives to one subject depends on what the one before it has drawn: this way the
+    first and the last come equally often after themselves and after each neighbour.
+    """
     low, high = _REPLAYS
     repeats = {}
     for name, subject in subjects.items():
@@ -67,7 +71,8 @@ def time_subjects(clock: DeviceClock, subjects: Mapping[str, Subject]) -> dict[s
         repeats[name] = min(max(low, int(_ROUND_MS / warm)), high)
     samples: dict[str, list[float]] = {name: [] for name in subjects}
     for turn in range(1 + _ROUNDS):
-        for name, subject in subjects.items():
+        order = list(subjects.items())
+        for name, subject in reversed(order) if turn % 2 else order:
             intervals = clock.intervals(subject.replay, repeats[name])
             if turn > 0:
                 samples[name] += intervals

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,8 +25,9 @@ from benchmarks._bench import Bench, first_line, progress
 from benchmarks._endurance import measure_decode, measure_rebinding
 from benchmarks._environment import missing
 from benchmarks._harness import run
-from benchmarks._launch_peers import BARE_GRAPH, BARE_LAUNCH, ENTRY, PEERS, probe
-from benchmarks._stopwatch import BURST, Call, Row, Stopwatch
+from benchmarks._launch_ops import Op
+from benchmarks._launch_peers import BARE_LAUNCH, ENTRY, PEERS, probe
+from benchmarks._stopwatch import BURST, Row, Stopwatch
 from benchmarks._table import Table
 
 __all__ = ["measure", "tabulate"]
@@ -37,7 +38,6 @@ _IMPORTS = 7
 
 _EXECUTE_RATIO = 1.7
 _NEW_TENSORS_US = 12.0
-_REPLAY_RATIO = 1.15
 _IMPORT_US = 0.3e6
 
 
@@ -65,73 +65,17 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 # Ours.
 
 
-_Operand = tuple[tuple[int, ...], nx.DataType]
-
-
-@dataclass(frozen=True)
-class _Op:
-    """An operator, and the shapes and dtypes of its operands."""
-
-    name: str
-    runtime: nx.CudaRuntime
-    kernel: nx.Kernel
-    launches: int
-    inputs: Sequence[_Operand]
-    output: _Operand
-
-    @classmethod
-    def attention(cls, runtime: nx.CudaRuntime) -> _Op:
-        kernel = nx.create_kernel(runtime, nx.Node("Attention", attributes={"is_causal": 1}))
-        operand = ((1, 8, 64, 64), nx.float16)
-        return cls("Attention", runtime, kernel, 1, [operand] * 3, operand)
-
-    @classmethod
-    def dsa(cls, runtime: nx.CudaRuntime) -> _Op:
-        heads, head_dim, key_seq, top_k = 8, 64, 1024, 64
-        node = nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes={"top_k": top_k, "scale": head_dim**-0.5})
-        inputs = [
-            ((1, 1, heads, head_dim), nx.bfloat16),
-            ((1, key_seq, head_dim), nx.bfloat16),
-            ((1, 1, heads), nx.bfloat16),
-            ((1, 1, 1, key_seq), nx.float32),
-        ]
-        output = ((1, 1, 1, top_k), nx.int64)
-        return cls("DsaIndexSelect", runtime, nx.create_kernel(runtime, node), 2, inputs, output)
-
-    def call(self) -> Call:
-        """``kernel.execute`` on tensors that no call has seen."""
-        inputs = [self.runtime.zeros(*operand) for operand in self.inputs]
-        return partial(self.kernel.execute, inputs, [self.runtime.empty(*self.output)])
-
-    def calls(self, count: int) -> list[Call]:
-        return [self.call() for _ in range(count)]
-
-
 def _measure_ours(runtime: nx.CudaRuntime, bursts: int) -> Iterator[Row]:
     stopwatch = Stopwatch(runtime.synchronize, bursts)
     prepared = probe(runtime)
     launch = partial(runtime.launch, prepared)
     stopwatch.us(launch)  # for nothing: host and device get up to speed, as they are when the bare calls' turn comes
     yield Row("rt.launch(prepared), 20 arguments", stopwatch.us(launch), bare=BARE_LAUNCH)
-    attention, dsa = _Op.attention(runtime), _Op.dsa(runtime)
-    yield from _measure_executions(attention, stopwatch)
-    yield from _measure_executions(dsa, stopwatch)
-    with runtime.capture() as graph:
-        launch()
-    yield Row("graph.replay(), 1 node", stopwatch.us(graph.replay), bare=BARE_GRAPH, target_ratio=_REPLAY_RATIO)
-    execute = dsa.call()
-    with runtime.capture([dsa.kernel]) as graph:
-        execute()
-    yield Row(
-        f"graph.replay(), {dsa.name}",
-        stopwatch.us(graph.replay),
-        launches=graph.node_count,
-        bare=BARE_GRAPH,
-        target_ratio=_REPLAY_RATIO,
-    )
+    for op in Op.attention(runtime), Op.dsa(runtime):
+        yield from _measure_executions(op, stopwatch)
 
 
-def _measure_executions(op: _Op, stopwatch: Stopwatch) -> Iterator[Row]:
+def _measure_executions(op: Op, stopwatch: Stopwatch) -> Iterator[Row]:
     progress(f"execute {op.name}")
     execute = op.call()
     execute()
@@ -193,7 +137,7 @@ def tabulate(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _of_bare(row: Mapping[str, Any], times: Mapping[str, float]) -> str:
-    """A launch is compared with as many bare launches, a replay with one bare graph launch."""
+    """A launch is compared with as many bare launches, a replay with one bare launch of as large a graph."""
     if row["bare"] not in times:
         return "-"
     bare = times[row["bare"]] * (row["launches"] if row["bare"] == BARE_LAUNCH else 1)

@@ -17,6 +17,7 @@ import pytest
 import nxrt_cuda as nx
 from benchmarks import attention, dsa, dsa_exactness, launch, report
 from benchmarks._bench import Bench, Operands, Peer, WrongResultError, relative_error
+from benchmarks._stopwatch import BURST, Stopwatch
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._timing import DeviceClock, Subject, time_subjects
 from nxrt_cuda.reference import HOST_ENTRIES
@@ -237,21 +238,32 @@ def test_time_of_a_call_is_the_median_replay_over_its_calls() -> None:
     """The first round does not count, and one slow replay changes nothing."""
     ours, theirs = (lambda: None), (lambda: None)
     clock = FakeClock(
-        {ours: [500.0, 600.0, 80.0, 80.0, 800.0], theirs: [30.0, 1.0, 2.0, 40.0, 41.0, 42.0, 43.0, 44.0, 45.0]}
+        {
+            ours: [500.0, 600.0, 80.0, 80.0, 80.0, 800.0],
+            theirs: [30.0, 1.0, 2.0, 40.0, 41.0, 41.0, 42.0, 43.0, 44.0, 44.0, 45.0],
+        }
     )
     timings = time_subjects(clock, {"ours": Subject(ours, 4), "theirs": Subject(theirs, 2)})
     assert timings["ours"].ms == 20.0
     assert timings["theirs"].ms == 21.25
-    assert (timings["ours"].samples, timings["theirs"].samples) == (3, 6)
-    assert timings["theirs"].spread == pytest.approx((43.75 - 41.25) / 42.5)
+    assert (timings["ours"].samples, timings["theirs"].samples) == (4, 8)
+    assert timings["theirs"].spread == pytest.approx((44 - 41) / 42.5)
 
 
 def test_subjects_take_turns() -> None:
-    """After the first look each round times every subject once."""
-    ours, theirs = (lambda: None), (lambda: None)
-    clock = FakeClock({ours: [1e3] * 5, theirs: [1e3] * 5})
-    time_subjects(clock, {"ours": Subject(ours, 1), "theirs": Subject(theirs, 1)})
-    assert clock.order == [ours, theirs] * 5
+    """After the first look each round times every subject once, forwards and backwards."""
+    ours, other, theirs = (lambda: None), (lambda: None), (lambda: None)
+    clock = FakeClock({ours: [1e3] * 6, other: [1e3] * 6, theirs: [1e3] * 6})
+    time_subjects(clock, {"ours": Subject(ours, 1), "other": Subject(other, 1), "theirs": Subject(theirs, 1)})
+    assert clock.order == [ours, other, theirs] * 2 + [theirs, other, ours, ours, other, theirs] * 2
+
+
+def test_bursts_of_calls_that_are_compared_take_turns() -> None:
+    order: list[str] = []
+    stopwatch = Stopwatch(lambda: order.append("drain"), 3)
+    us = stopwatch.us_in_turns(lambda: order.append("ours"), lambda: order.append("bare"))
+    assert len(us) == 2
+    assert order == (["drain", *["ours"] * BURST, "drain", *["bare"] * BURST] * 3) + ["drain"]
 
 
 def test_clock_times_every_call_but_the_first(rt: nx.CudaRuntime) -> None:
