@@ -17,6 +17,7 @@ import pytest
 import nxrt_cuda as nx
 from benchmarks import attention, dsa, dsa_exactness, launch, report
 from benchmarks._bench import Bench, Operands, Peer, WrongResultError, relative_error
+from benchmarks._launch_peers import BARE_GRAPH
 from benchmarks._stopwatch import BURST, Stopwatch
 from benchmarks._table import Table, milliseconds, speedup
 from benchmarks._timing import DeviceClock, Subject, time_subjects
@@ -403,13 +404,13 @@ def test_operations_are_of_rows_that_choose() -> None:
 
 
 def test_launch_table_compares_with_as_many_bare_launches() -> None:
-    """Two launches are compared with two bare ones, a replay with one bare graph launch whatever its nodes."""
+    """Two launches are compared with two bare ones, a replay with one bare launch of its graph, whatever its nodes."""
     row = {"launches": 1, "bare": None, "target_us": None, "target_ratio": None, "note": ""}
     rows = [
         {**row, "what": launch.BARE_LAUNCH, "us": 4.0},
-        {**row, "what": launch.BARE_GRAPH, "us": 2.0},
+        {**row, "what": BARE_GRAPH, "us": 2.0},
         {**row, "what": "execute", "us": 12.0, "launches": 2, "bare": launch.BARE_LAUNCH, "target_us": 25.0},
-        {**row, "what": "replay", "us": 3.0, "launches": 2, "bare": launch.BARE_GRAPH, "target_ratio": 1.15},
+        {**row, "what": "replay", "us": 3.0, "launches": 2, "bare": BARE_GRAPH, "target_ratio": 1.15},
         {**row, "what": "import", "us": 250e3, "launches": None, "target_us": 300e3},
         {**row, "what": "loop", "us": 50.0, "note": "0 captures"},
     ]
