@@ -48,7 +48,8 @@ class Stopwatch:
 
     def us(self, call: Call) -> float:
         """Median microseconds of one call."""
-        return self.us_of_bursts(partial(_burst_of, call))
+        (us,) = self.us_in_turns(call)
+        return us
 
     def us_of_bursts(self, prepare: Callable[[], Sequence[Call]]) -> float:
         """The same, where every burst has calls of its own, prepared outside the time."""

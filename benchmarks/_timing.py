@@ -70,12 +70,13 @@ def time_subjects(clock: DeviceClock, subjects: Mapping[str, Subject]) -> dict[s
         (warm,) = clock.intervals(subject.replay, 1)
         repeats[name] = min(max(low, int(_ROUND_MS / warm)), high)
     samples: dict[str, list[float]] = {name: [] for name in subjects}
+    order = list(subjects.items())
     for turn in range(1 + _ROUNDS):
-        order = list(subjects.items())
-        for name, subject in reversed(order) if turn % 2 else order:
+        for name, subject in order:
             intervals = clock.intervals(subject.replay, repeats[name])
             if turn > 0:
                 samples[name] += intervals
+        order.reverse()
     return {name: _timing(samples[name], subject.calls) for name, subject in subjects.items()}
 
 
