@@ -29,7 +29,7 @@
 #include "common/dsa_repair.cuh"
 #include "common/mbarrier.cuh"
 #include "common/ptx.cuh"
-#include "common/team_barrier.cuh"
+#include "common/team_slots.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
@@ -62,13 +62,20 @@ struct alignas(1024) Slab {
 
 // What the blocks of a row have in common in global memory.
 struct Shared {
-    unsigned int histograms[3][kBins];  // in use, to be used next, and the one before, which is cleared meanwhile
-    unsigned long long listed[kRanked];  // strict keys of the band, and positions: the better the greater
-    uint4 slots[2][kMaxBlocks];          // what the blocks tell, by turns
-    unsigned int n_listed;
+    unsigned int histograms[2][kBins];  // of crowded bins' parts
+    unsigned long long listed[kShortBand];  // strict keys of the band, and positions: the better the greater; or zero
 };
 
 static_assert(sizeof(Shared) <= TEAM_BYTES, "the host gives a row this much");
+
+// What they find as the launch before has left it; zero before the first one.
+struct Meetings {
+    unsigned int histogram[kBins];  // zero
+    unsigned long long held;        // meetings before this launch
+    alignas(128) TeamSlot slots[2][2][kMaxBlocks];  // by turns, and for two values each
+};
+
+static_assert(sizeof(Meetings) == MEETINGS_BYTES, "the host gives a row this much");
 
 struct Smem {
     union {
@@ -94,16 +101,16 @@ struct Smem {
     unsigned int groups[kGroups];
     HeadSums head_sums[kWarps];
     unsigned int sample[3];  // what the first tiles tell: see sample_word()
-    Barrier query_loaded;
+    Barrier inputs_loaded;   // all but keys
     Barrier full[kWarpgroups][kKeyStages];
     Barrier sampled, heard;
-    uint4 told, told_before;  // by the team, and by the blocks before this one
+    unsigned long long held;       // meetings before this launch
+    uint2 told[4][kMaxBlocks / kWarpSize];  // by the blocks that a warp has heard, and by those before this one
     BlockScanScratch<kThreads> scan;
     unsigned int warp_values[2][4][kWarps];  // of reductions, by turns
     unsigned int bin[3];
-    unsigned int first_phase;
     unsigned int near;  // keys in the bins that the thresholds touch
-    unsigned int n_in, n_band, list_place, wins_before;
+    unsigned int n_in, n_band, wins_before;
     Counts counts;
 
     __device__ __forceinline__ const Element* query_at(int head, int d) const {
@@ -124,90 +131,94 @@ struct Row {
 struct Team {
     Smem& smem;
     Shared& shared;
-    TeamBarrier barrier;
+    Meetings& meetings;
     unsigned int rank, blocks;
-    unsigned int slot = 0;
+    unsigned int met = 0;
     unsigned int histogram = 0;
     unsigned int turn = 0;
 
-    // One thread tells the team what its block knows, and arrives for it.
-    template <int kCount>
-    __device__ __forceinline__ void tell(const unsigned int (&values)[kCount]) {
-        uint4 told = {};
-        told.x = values[0];
-        if constexpr (kCount > 1) told.y = values[1];
-        if constexpr (kCount > 2) told.z = values[2];
-        shared.slots[slot][rank] = told;
-        barrier.arrive(rank, blocks);
-    }
+    // Of the next meeting, and of nothing that slots have held so far.
+    __device__ __forceinline__ unsigned long long meeting() const { return smem.held + met + 1; }
 
-    // What all blocks have told, after the barrier: the team's maxima and sums, and the sums over the blocks before, to
-    // smem.told; one warp's work, for reads of the same words by all would take turns.
-    template <int kMaxima, int kCount>
-    __device__ __forceinline__ void hear() {
-        unsigned int values[4] = {};
-        unsigned int before[4] = {};
-#pragma unroll 1
-        for (unsigned int block = threadIdx.x % kWarpSize; block < blocks; block += kWarpSize) {
-            const uint4 slots = __ldcg(&shared.slots[slot][block]);
-            const unsigned int told[4] = {slots.x, slots.y, slots.z, slots.w};
+    // One thread tells the team what its block knows. If it is kPublished, so is all that the block's threads have
+    // written before their last barrier; while keys stream, that takes microseconds.
+    template <bool kPublished, int kCount>
+    __device__ __forceinline__ void tell(const unsigned int (&values)[kCount]) {
 #pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                values[i] = i < kMaxima ? max(values[i], told[i]) : values[i] + told[i];
-                if (i >= kMaxima && block < rank) before[i] += told[i];
+        for (int i = (kCount - 1) / 2 * 2; i >= 0; i -= 2) {
+            const unsigned long long second = i + 1 < kCount ? values[(i + 1) % kCount] : 0;
+            const unsigned long long pair = second << 32 | values[i];
+            TeamSlot& slot = meetings.slots[met % 2][i / 2][rank];
+            if (kPublished) {
+                store_slot_release(slot, pair, meeting());
+            } else {
+                store_slot_relaxed(slot, pair, meeting());
             }
         }
+    }
+
+    // How many warps hear what the team tells: a thread a block.
+    __device__ __forceinline__ unsigned int listeners() const { return (blocks + kWarpSize - 1) / kWarpSize; }
+
+    // Wait for what all blocks tell. All threads read it after one barrier, and before the next; `block` is anything from
+    // 0 on in neighbouring threads, beginning with a warp.
+    template <bool kPublished, int kMaxima, int kCount>
+    __device__ __forceinline__ void hear(unsigned int block) {
+        unsigned int values[kCount] = {};
+        if (block < blocks) {
+            bool is_there;
+            do {
+                is_there = true;
+#pragma unroll
+                for (int i = 0; i < kCount; i += 2) {
+                    const TeamSlot& place = meetings.slots[met % 2][i / 2][block];
+                    const TeamSlot slot = kPublished ? load_slot_acquire(place) : load_slot_relaxed(place);
+                    values[i] = static_cast<unsigned int>(slot.told);
+                    if (i + 1 < kCount) values[(i + 1) % kCount] = static_cast<unsigned int>(slot.told >> 32);
+                    is_there = is_there && slot.meeting == meeting();
+                }
+            } while (!is_there);
+        }
+        __syncwarp();
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, values[i]) : __reduce_add_sync(kFullWarp, values[i]);
-            if (i >= kMaxima) before[i] = __reduce_add_sync(kFullWarp, before[i]);
-        }
-        if (threadIdx.x % kWarpSize == 0) {
-            smem.told = make_uint4(values[0], values[1], values[2], values[3]);
-            smem.told_before = make_uint4(before[0], before[1], before[2], before[3]);
-        }
-    }
-
-    template <int kCount>
-    __device__ __forceinline__ void read_told(unsigned int (&values)[kCount], unsigned int (&before)[kCount]) const {
-        const unsigned int told[4] = {smem.told.x, smem.told.y, smem.told.z, smem.told.w};
-        const unsigned int told_before[4] = {smem.told_before.x, smem.told_before.y, smem.told_before.z,
-                                             smem.told_before.w};
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] = told[i];
-            before[i] = told_before[i];
+            const unsigned int all =
+                i < kMaxima ? __reduce_max_sync(kFullWarp, values[i]) : __reduce_add_sync(kFullWarp, values[i]);
+            const unsigned int before =
+                i < kMaxima ? 0 : __reduce_add_sync(kFullWarp, block < rank ? values[i] : 0);
+            if (block % kWarpSize == 0) smem.told[i][block / kWarpSize] = {all, before};
         }
     }
 
-    // To be called by all threads once per barrier, after hear() if somebody has told something.
-    __device__ __forceinline__ void advance() {
-        slot ^= 1;
-        barrier.advance();
-    }
-
-    // Tell, and wait for the others to do the same, of what all threads of a block know. All that they have written
-    // before their last barrier is published. What has been told is in smem.told after one more.
+    // The team's maxima and sums, and the sums over the blocks before.
     template <int kMaxima, int kCount>
-    __device__ __forceinline__ void meet(const unsigned int (&values)[kCount]) {
-        if (threadIdx.x == 0) tell(values);
-        listen<kMaxima, kCount>();
+    __device__ __forceinline__ void read_told(unsigned int (&values)[kCount], unsigned int (&before)[kCount]) const {
+        const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const uint2 told = lane < listeners() ? smem.told[i][lane] : uint2{};
+            values[i] = i < kMaxima ? __reduce_max_sync(kFullWarp, told.x) : __reduce_add_sync(kFullWarp, told.x);
+            before[i] = i < kMaxima ? 0 : __reduce_add_sync(kFullWarp, told.y);
+        }
+    }
+
+    // To be called by all threads once per meeting, after hear().
+    __device__ __forceinline__ void advance() { ++met; }
+
+    // Tell what all threads of a block know, and hear what the others do.
+    template <int kMaxima, int kCount>
+    __device__ __forceinline__ void exchange(unsigned int (&values)[kCount], unsigned int (&before)[kCount]) {
+        if (threadIdx.x == 0) tell<true>(values);
+        listen<kMaxima>(values, before);
     }
 
     // The second half of it.
     template <int kMaxima, int kCount>
-    __device__ __forceinline__ void listen() {
-        if (threadIdx.x == 0) barrier.wait();
-        __syncthreads();
-        if (threadIdx.x < kWarpSize) hear<kMaxima, kCount>();
+    __device__ __forceinline__ void listen(unsigned int (&values)[kCount], unsigned int (&before)[kCount]) {
+        if (threadIdx.x < kMaxBlocks) hear<true, kMaxima, kCount>(threadIdx.x);
         advance();
-    }
-
-    template <int kMaxima, int kCount>
-    __device__ __forceinline__ void exchange(unsigned int (&values)[kCount], unsigned int (&before)[kCount]) {
-        meet<kMaxima>(values);
         __syncthreads();
-        read_told(values, before);
+        read_told<kMaxima>(values, before);
     }
 
     template <int kCount>
@@ -225,15 +236,21 @@ struct Team {
         exchange<0>(values, before);
     }
 
-    // This block's share of zeroes; where they lie is nobody's before the next barrier.
-    __device__ __forceinline__ void clear(unsigned int index, unsigned int thread, unsigned int threads) {
-        const unsigned int end = (rank + 1) * kBins / blocks;
-        for (unsigned int i = rank * kBins / blocks + thread; i < end; i += threads) shared.histograms[index][i] = 0;
+    // One is in use, one to be used next, and the one before is cleared meanwhile.
+    __device__ __forceinline__ unsigned int (&bins_of(unsigned int index))[kBins] {
+        return index == 0 ? meetings.histogram : shared.histograms[index - 1];
+    }
+
+    // This block's share of zeroes; where they lie is nobody's before the next meeting.
+    template <typename T, int kCount>
+    __device__ __forceinline__ void clear(T (&items)[kCount], unsigned int thread, unsigned int threads) {
+        const unsigned int end = (rank + 1) * kCount / blocks;
+        for (unsigned int i = rank * kCount / blocks + thread; i < end; i += threads) items[i] = 0;
     }
 
     // All blocks have read the histogram before the present one, for they have met since.
     __device__ __forceinline__ void renew_bins() {
-        clear((histogram + 2) % 3, threadIdx.x, kThreads);
+        clear(bins_of((histogram + 2) % 3), threadIdx.x, kThreads);
         histogram = (histogram + 1) % 3;
     }
 
@@ -255,21 +272,21 @@ struct Team {
     }
 
     __device__ __forceinline__ void add(unsigned int bin, unsigned int n) {
-        atomicAdd(&shared.histograms[histogram][bin], n);
+        atomicAdd(&bins_of(histogram)[bin], n);
     }
 
     // Bins of a group, as many groups a warp.
     static constexpr int kWarpGroups = kGroups / kWarps;
     using LaneBins = unsigned int[kWarpGroups][kLaneBins];
 
-    // After a barrier of the team: of the bins those of this lane, whose groups' sums locate_bin() needs a barrier later.
+    // After a meeting of the team: of the bins those of this lane, whose groups' sums locate_bin() needs a barrier later.
     __device__ __forceinline__ void read_bins(LaneBins& bins) {
         const int lane = threadIdx.x % kWarpSize;
         const int warp = threadIdx.x / kWarpSize;
 #pragma unroll
         for (int i = 0; i < kWarpGroups; ++i) {
             const int first = (warp + i * kWarps) * kGroupBins + lane * kLaneBins;
-            const uint4 own = __ldcg(reinterpret_cast<const uint4*>(&shared.histograms[histogram][first]));
+            const uint4 own = __ldcg(reinterpret_cast<const uint4*>(&bins_of(histogram)[first]));
             bins[i][0] = own.x;
             bins[i][1] = own.y;
             bins[i][2] = own.z;
@@ -302,13 +319,9 @@ struct Team {
     }
 
     __device__ __forceinline__ Bin find_bin(unsigned int key_rank) {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            barrier.arrive(rank, blocks);
-            barrier.wait();
-        }
-        __syncthreads();
-        advance();
+        unsigned int nothing[1] = {};
+        unsigned int before[1];
+        sum_blocks(nothing, before);
         LaneBins bins;
         read_bins(bins);
         __syncthreads();
@@ -473,17 +486,17 @@ __device__ __forceinline__ void sample_word(Smem& smem, float f, bool is_there, 
 // Score the block's keys, and count them in the team's bins; a warpgroup's share. Returns what this warp has finished.
 __device__ __forceinline__ Summary score_block(
     Smem& smem, Team& team, Bins& bins, const Row& row, const TensorMap& key_map, unsigned int first_key,
-    unsigned int batch, unsigned int quota, float scale, float error_scale, const NormWeights& norm_weights) {
+    unsigned int batch, unsigned int quota, float scale, const NormWeights& norm_weights) {
     const int lane = threadIdx.x % kWarpSize;
     const int warpgroup = threadIdx.x / kWarpgroup;
     const int warp = threadIdx.x % kWarpgroup / kWarpSize;
     const int n_tiles = (row.length + kTileKeys - 1) / kTileKeys;
     const int own_tiles = (n_tiles - warpgroup + kWarpgroups - 1) / kWarpgroups;
-    // The first warp tells how far scores reach once all have finished a tile, and hears two tiles later what the team
-    // has told; a tile after that all go by it.
+    // The first warp tells how far scores reach once all have finished a tile. What the team has told is heard before the
+    // last tile, which has the others to wait for.
     const bool speaks = threadIdx.x / kWarpSize == 0;
-    const int heard = min(own_tiles - 1, 2);
-    const int counted = heard + 1;
+    const bool listens = threadIdx.x / kWarpSize < team.listeners();
+    const int last = own_tiles - 1;
     Summary summary;
     float weights[kLaneWeights];
     // Column 8 g + 2 c + p of the product belongs to lane c of a quad, as its weight 2 g + p.
@@ -502,22 +515,23 @@ __device__ __forceinline__ Summary score_block(
         }
     };
     const auto hear_bins = [&]() {
-        team.barrier.wait();
-        team.hear<3, 3>();
-        if (lane == 0) mbarrier_arrive(smem.heard);
-    };
-    const auto take_bins = [&]() {
+        if (listens) {
+            team.hear<false, 3, 3>(threadIdx.x);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(smem.heard);
+        }
         mbarrier_wait(smem.heard, 0);
-        const unsigned int low = ~smem.told.x;
-        bins = Bins::beyond(from_total_order_key(low != 0 ? low : ~smem.told.z), from_total_order_key(smem.told.y));
+        unsigned int told[3], before[3];
+        team.read_told<3>(told, before);
+        const unsigned int low = ~told[0];
+        bins = Bins::beyond(from_total_order_key(low != 0 ? low : ~told[2]), from_total_order_key(told[1]));
     };
 
     RingPlace<kKeyStages> place;
 #pragma unroll 1
     for (int i = 0; i < own_tiles; ++i) {
-        if (speaks && i == heard && heard > 0) hear_bins();
-        if (i == counted) {
-            take_bins();
+        if (i == last && i > 0) {
+            hear_bins();
             count_until(i);
         }
         const auto& keys = smem.keys[warpgroup][place.stage];
@@ -558,20 +572,15 @@ __device__ __forceinline__ Summary score_block(
             summary.allowed += __popc(word);
             if (word != 0) summary.norm = fmaxf(summary.norm, greatest);
             if (i == 0) sample_word(smem, f, is_there, quota);
-            if (i >= counted) team.count_word(bins.bin(f), is_there);
+            if (i == last && i > 0) team.count_word(bins.bin(f), is_there);
         }
-        if (i == 0) {
-            sum_heads(smem, error_scale, norm_weights);
-            if (speaks) {
-                mbarrier_wait(smem.sampled, 0);
-                if (lane == 0) team.tell(smem.sample);
-            }
+        if (i == 0 && speaks) {
+            mbarrier_wait(smem.sampled, 0);
+            if (lane == 0) team.tell<false>(smem.sample);
         }
     }
-    if (own_tiles <= 0) sum_heads(smem, error_scale, norm_weights);
-    if (speaks && heard <= 0) hear_bins();
-    if (counted >= own_tiles) {
-        take_bins();
+    if (last <= 0) {
+        hear_bins();
         count_until(own_tiles);
     }
     team.advance();
@@ -579,47 +588,68 @@ __device__ __forceinline__ Summary score_block(
 }
 
 // Divide the block's keys into those surely selected, those that are not, and the band, which is listed.
-__device__ __forceinline__ void classify_and_list(Smem& smem, Range decided, unsigned int n_words) {
+__device__ __forceinline__ void classify_and_list(Smem& smem, Range decided) {
+    constexpr int kWarpWords = kMaxWords / kWarps;
     const int lane = threadIdx.x % kWarpSize;
-#pragma unroll 1
-    for (unsigned int w = threadIdx.x / kWarpSize; w < n_words; w += kWarps) {
+    const int warp = threadIdx.x / kWarpSize;
+    unsigned int in[kWarpWords], band[kWarpWords];
+#pragma unroll
+    for (int i = 0; i < kWarpWords; ++i) {
+        const int w = warp + i * kWarps;
         const float f = smem.values[w * 32 + lane];
         const bool is_out = (smem.in[w] >> lane & 1) == 0 || f < decided.lower;
         const bool is_in = !is_out && f > decided.upper;
-        const unsigned int in = __ballot_sync(kFullWarp, is_in);
-        const unsigned int band = __ballot_sync(kFullWarp, !is_out && !is_in);
-        unsigned int first = 0;
-        __syncwarp();  // all lanes have read the word that is replaced
+        in[i] = __ballot_sync(kFullWarp, is_in);
+        band[i] = __ballot_sync(kFullWarp, !is_out && !is_in);
+    }
+    unsigned int n_in = 0;
+    unsigned int n_band = 0;
+    __syncwarp();  // all lanes have read the words that are replaced
+#pragma unroll
+    for (int i = 0; i < kWarpWords; ++i) {
+        n_in += __popc(in[i]);
+        n_band += __popc(band[i]);
         if (lane == 0) {
-            smem.in[w] = in;
-            smem.band[w] = band;
-            if (in != 0) atomicAdd(&smem.n_in, __popc(in));
-            if (band != 0) first = atomicAdd(&smem.n_band, __popc(band));
+            smem.in[warp + i * kWarps] = in[i];
+            smem.band[warp + i * kWarps] = band[i];
         }
-        if (band != 0) {
-            first = __shfl_sync(kFullWarp, first, 0);
-            if (band >> lane & 1) smem.listed[first + __popc(band & (1u << lane) - 1)] = w * 32 + lane;
+    }
+    if (lane == 0 && n_in != 0) atomicAdd(&smem.n_in, n_in);
+    if (n_band != 0) {
+        unsigned int first = 0;
+        if (lane == 0) first = atomicAdd(&smem.n_band, n_band);
+        first = __shfl_sync(kFullWarp, first, 0);
+#pragma unroll
+        for (int i = 0; i < kWarpWords; ++i) {
+            const unsigned int place = first + __popc(band[i] & (1u << lane) - 1);
+            if (band[i] >> lane & 1) smem.listed[place] = (warp + i * kWarps) * 32 + lane;
+            first += __popc(band[i]);
         }
     }
     __syncthreads();
 }
 
 // What the ranks of the listed keys say: how many of them win that lie in blocks before this one; those of this block
-// are added to smem.in. Neighbouring threads share a key.
+// are added to smem.in. Neighbouring threads share a key. Behind the listed keys are zeroes.
 __device__ __forceinline__ unsigned int rank_list(
     Smem& smem, unsigned int n_listed, unsigned int wanted, unsigned int first_key, unsigned int length) {
     constexpr int kShare = 8;
+    constexpr int kAtOnce = 4;
+    static_assert(kShortBand % (kShare * kAtOnce) == 0 && kShortBand % (kThreads / kShare) == 0, "the zeroes suffice");
     unsigned int wins_before = 0;
     const unsigned int part = threadIdx.x % kShare;
 #pragma unroll 1
     for (unsigned int first = 0; first < n_listed; first += kThreads / kShare) {
-        const unsigned int i = first + threadIdx.x / kShare;
-        const unsigned long long own = i < n_listed ? smem.ranked[i] : 0;
+        const unsigned long long own = smem.ranked[first + threadIdx.x / kShare];
         unsigned int better = 0;
-        for (unsigned int j = part; j < n_listed; j += kShare) better += smem.ranked[j] > own;
+#pragma unroll 1
+        for (unsigned int j = part; j < n_listed; j += kShare * kAtOnce) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) better += smem.ranked[j + i * kShare] > own;
+        }
 #pragma unroll
         for (int step = 1; step < kShare; step *= 2) better += __shfl_xor_sync(kFullWarp, better, step);
-        if (i < n_listed && part == 0 && better < wanted) {
+        if (own != 0 && part == 0 && better < wanted) {
             const unsigned int t = ~static_cast<unsigned int>(own);
             if (t < first_key) {
                 ++wins_before;
@@ -636,7 +666,7 @@ __device__ __forceinline__ unsigned int rank_list(
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_decode_sm90(
     const Element* __restrict__ key, const Element* __restrict__ weights, const float* __restrict__ bias,
-    unsigned char* __restrict__ teams, unsigned int* __restrict__ barriers, long long* __restrict__ out,
+    unsigned char* __restrict__ teams, unsigned char* __restrict__ meetings, long long* __restrict__ out,
     unsigned long long* __restrict__ counters, const __grid_constant__ TensorMap query_map,
     const __grid_constant__ TensorMap key_map, unsigned int key_seq, unsigned int blocks, unsigned int block_keys,
     unsigned int top_k, float scale, float weights_scale, float error_scale, float bias_error, float first_weight,
@@ -654,23 +684,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_decod
     const float* row_bias = bias + 1ull * r * key_seq + first_key;
     const Row row = {row_bias, key + (1ull * r * key_seq + first_key) * kHeadDim, length,
                      (length + 31) / 32};
-    unsigned int& barrier_word = barriers[r * (128 / sizeof(unsigned int))];
     Shared& shared = *reinterpret_cast<Shared*>(teams + 1ull * r * TEAM_BYTES);
+    Meetings& row_meetings = *reinterpret_cast<Meetings*>(meetings + 1ull * r * MEETINGS_BYTES);
     if (threadIdx.x == 0) {
         prefetch_tensormap(query_map);
+        mbarrier_init(smem.inputs_loaded, 1 + kThreads + kHeads);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(smem.inputs_loaded, sizeof(smem.query));
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            tma_load_3d(smem.query[slab], query_map, smem.inputs_loaded, slab * 64, r * kHeads, 0,
+                        CacheHint::kEvictLast);
+        }
         prefetch_tensormap(key_map);
-        mbarrier_init(smem.query_loaded, 1);
         for (int g = 0; g < kWarpgroups; ++g) {
             for (int i = 0; i < kKeyStages; ++i) mbarrier_init(smem.full[g][i], 1);
         }
         mbarrier_init(smem.sampled, min((length + kTileKeys - 1) / kTileKeys, kWarpgroups) * kTileWords);
-        mbarrier_init(smem.heard, 1);
+        mbarrier_init(smem.heard, (blocks + kWarpSize - 1) / kWarpSize);
         fence_mbarrier_init();
-        mbarrier_arrive_expect_tx(smem.query_loaded, sizeof(smem.query));
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            tma_load_3d(smem.query[slab], query_map, smem.query_loaded, slab * 64, r * kHeads, 0,
-                        CacheHint::kEvictLast);
-        }
     }
     const auto fill_stages = [&](int begin, int end) {
         if (threadIdx.x == 0) {
@@ -683,66 +714,69 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_decod
     for (unsigned int t = threadIdx.x; t < length; t += kThreads) {
         copy_async<4>(shared_address(&values[t]), row_bias + t, true);
     }
-    copy_async_commit();
-    if (threadIdx.x == kThreads - 1) smem.first_phase = load_acquire(barrier_word);
-    if (threadIdx.x >= kThreads - kHeads) {
-        const unsigned int head = threadIdx.x - (kThreads - kHeads);
-        smem.weights[head] = __fmul_rn(to_f32(weights[1ull * r * kHeads + head]), weights_scale);
-    }
+    // Nobody waits for these before the query is there as well.
+    const bool has_head = threadIdx.x >= kThreads - kHeads;
+    const unsigned int head = threadIdx.x - (kThreads - kHeads);
+    float weight = 0.0f;
+    unsigned long long held = 0;
+    if (has_head) weight = to_f32(weights[1ull * r * kHeads + head]);
+    if (threadIdx.x == kThreads - 1) held = load_relaxed(row_meetings.held);
     smem.in[threadIdx.x] = 0;
     smem.band[threadIdx.x] = 0;
     if (threadIdx.x == kWarpSize) {
         smem.near = smem.n_in = smem.n_band = smem.wins_before = 0;
         smem.sample[0] = smem.sample[1] = smem.sample[2] = 0;
     }
-    copy_async_wait<0>();
     __syncthreads();
-    // All keys at once, and any sooner, would keep the biases and the query from arriving.
+    // All keys at once would keep the biases and the query from arriving.
     fill_stages(0, 1);
-    Team team = {smem, shared, TeamBarrier(barrier_word, smem.first_phase), rank, blocks};
-    // By the warpgroup that is first to arrive for the block.
-    if (threadIdx.x < kWarpgroup) {
-        team.clear(0, threadIdx.x, kWarpgroup);
-        team.clear(1, threadIdx.x, kWarpgroup);
-        if (threadIdx.x == 0 && rank == 0) shared.n_listed = 0;
+    copy_async_arrive(shared_address(&smem.inputs_loaded));
+    if (has_head) {
+        smem.weights[head] = __fmul_rn(weight, weights_scale);
+        if (threadIdx.x == kThreads - 1) smem.held = held;
+        mbarrier_arrive(smem.inputs_loaded);
     }
+    Team team = {smem, shared, row_meetings, rank, blocks};
+    // To be used after the second meeting.
+    team.clear(shared.histograms[0], threadIdx.x, kThreads);
+    team.clear(shared.listed, threadIdx.x, kThreads);
     // Words in the first tiles of all blocks, of which the last one may have fewer.
     const unsigned int last_words =
         min((key_seq - (blocks - 1) * block_keys + kTileKeys - 1) / kTileKeys, kWarpgroups) * kTileWords;
     const unsigned int sampled_words = (blocks - 1) * (kWarpgroups * kTileWords) + last_words;
     const unsigned int quota = (top_k + sampled_words - 1) / sampled_words;
-    mbarrier_wait(smem.query_loaded, 0);
+    mbarrier_wait(smem.inputs_loaded, 0);
     fill_stages(1, kKeyStages);
+    sum_heads(smem, error_scale, norm_weights);  // while the first keys are on their way
 
     Bins bins(0.0f, 1.0f);
     const Summary own =
-        score_block(smem, team, bins, row, key_map, first_key, r, quota, scale, error_scale, norm_weights);
-    unsigned int summary[3] = {__float_as_uint(own.norm), __any_sync(kFullWarp, own.is_irregular) ? 1u : 0u,
-                               lane == 0 ? own.allowed : 0};
-    unsigned int before[3];
-    reduce_warp<2>(smem, summary, team.turn);
+        score_block(smem, team, bins, row, key_map, first_key, r, quota, scale, norm_weights);
+    const float norm_told = __any_sync(kFullWarp, own.is_irregular) ? infinity() : own.norm;
+    unsigned int summary[2] = {__float_as_uint(norm_told), lane == 0 ? own.allowed : 0};
+    unsigned int before[2];
+    reduce_warp<1>(smem, summary, team.turn);
     __syncthreads();
-    reduce_block<2>(smem, summary, team.turn);
-    if (threadIdx.x == 0) team.tell(summary);
+    reduce_block<1>(smem, summary, team.turn);
+    if (threadIdx.x == 0) team.tell<true>(summary);
     const RowBound bound = bound_row(smem, scale);
     const bool is_exact = bound.flags & kExactRow;
     const float per_score = is_exact ? 0.0f : bias_error;
-    team.listen<2, 3>();
+    team.listen<1>(summary, before);
     Team::LaneBins lane_bins;
     team.read_bins(lane_bins);
     __syncthreads();
-    team.read_told(summary, before);
 
     unsigned int in_word = 0;
     unsigned int equal_word = 0;
     unsigned int ties = 0;
-    unsigned int kept = summary[2];      // of the row
-    unsigned int kept_before = before[2];  // in the blocks before
+    unsigned int kept = summary[1];        // of the row
+    unsigned int kept_before = before[1];  // in the blocks before
     if (kept > top_k) {
         const unsigned int allowed = kept;
         kept = top_k;
         const float norm = __uint_as_float(summary[0]);
-        const bool is_regular = (bound.flags & kRegularRow) && summary[1] == 0 && norm < bound.max_norm;
+        const bool is_regular = (bound.flags & kRegularRow) && norm < bound.max_norm;
         Range edges = {-infinity(), infinity()};
         Range decided = edges;
         bool is_short = false;
@@ -768,32 +802,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_decod
                 if (lane == 0 && near != 0) atomicAdd(&smem.near, near);
             }
         }
-        classify_and_list(smem, decided, row.n_words);
+        classify_and_list(smem, decided);
         is_short = is_short && smem.near <= kShortBand;
         const bool fuses = bound.flags & kFusingRow;
         const bool f_is_strict = is_exact && is_regular;
         unsigned int n_band;  // of the row
         if (is_short) {
             const unsigned int n_own = smem.n_band;
-            unsigned int place = 0;
-            if (threadIdx.x == 0 && n_own != 0) place = atomicAdd(&shared.n_listed, n_own);
+            // By the last warps, which have least often a key to score.
+            if (threadIdx.x >= kThreads - kMaxBlocks) {
+                const unsigned int listener = threadIdx.x - (kThreads - kMaxBlocks);
+                if (listener == 0) team.tell<false, 2>({smem.n_in, n_own});
+                team.hear<false, 0, 2>(listener);
+            }
+            team.advance();
             score_list(smem, row, fuses, f_is_strict, scale, values, n_own);
-            if (threadIdx.x == 0) smem.list_place = place;
             __syncthreads();
+            unsigned int counts[2], counts_before[2];
+            team.read_told<0>(counts, counts_before);
+            n_band = counts[1];
             if (threadIdx.x < n_own) {
                 const unsigned int t = smem.listed[threadIdx.x];
-                shared.listed[smem.list_place + threadIdx.x] =
-                    static_cast<unsigned long long>(strict_keys[t]) << 32 | ~(first_key + t);
+                store_relaxed(shared.listed[counts_before[1] + threadIdx.x],
+                              static_cast<unsigned long long>(strict_keys[t]) << 32 | ~(first_key + t));
+            }
+            if (threadIdx.x < kShortBand) {
+                unsigned long long listed = 0;
+                while (listed == 0 && threadIdx.x < n_band) listed = load_relaxed(shared.listed[threadIdx.x]);
+                smem.ranked[threadIdx.x] = listed;
             }
             __syncthreads();
-            unsigned int in[1] = {smem.n_in};
-            unsigned int in_before[1];
-            team.meet<0>(in);
-            if (threadIdx.x < kShortBand) smem.ranked[threadIdx.x] = __ldcg(&shared.listed[threadIdx.x]);
-            n_band = __ldcg(&shared.n_listed);
-            __syncthreads();
-            team.read_told(in, in_before);
-            kept_before = in_before[0] + rank_list(smem, n_band, top_k - in[0], first_key, length);
+            kept_before = counts_before[0] + rank_list(smem, n_band, top_k - counts[0], first_key, length);
             in_word = smem.in[threadIdx.x];
         } else {
             smem.errors[threadIdx.x] = __fmaf_ru(bound.per_norm, smem.errors[threadIdx.x], bound.floor);
@@ -824,6 +863,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_decod
     } else {
         in_word = smem.in[threadIdx.x];
     }
+
+    // All have met since they read the bins, or need none of them.
+    if (threadIdx.x >= kMaxWords) team.clear(row_meetings.histogram, threadIdx.x - kMaxWords, kThreads - kMaxWords);
+    if (threadIdx.x == kThreads - 1 && rank == 0) row_meetings.held = smem.held + team.met;
 
     // Positions, from counts of winners and of ties before each word.
     long long* row_out = out + 1ull * r * top_k;

@@ -222,6 +222,8 @@ __device__ __forceinline__ void score_keys(
     constexpr int kWidth = kHeadDim / kWarpSize;
     const int lane = threadIdx.x % kWarpSize;
     float* staged = smem.staged[threadIdx.x / kWarpSize];
+    // Asked for now, and added last.
+    const float bias = lane < n && row.bias != nullptr ? row.bias[listed[lane]] : 0.0f;
     ExactRange range;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
@@ -255,12 +257,10 @@ __device__ __forceinline__ void score_keys(
     }
     __syncwarp();
     if (lane < n) {
-        const unsigned int t = listed[lane];
-        const float bias = row.bias == nullptr ? 0.0f : row.bias[t];
         float sum = 0.0f;
 #pragma unroll 16
         for (int h = 0; h < kHeads; ++h) sum = __fadd_rn(sum, staged[lane * (kHeads + 1) + h]);
-        values[t] = total_order_key(finish_score(sum, bias));
+        values[listed[lane]] = total_order_key(finish_score(sum, bias));
     }
     __syncwarp();
 }

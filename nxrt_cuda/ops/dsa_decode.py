@@ -14,10 +14,7 @@ from nxrt_cuda.launch import KernelSpec, LaunchConfig, Param, div_up
 from nxrt_cuda.ops.dsa_certified import Abilities, kernel_spec
 from nxrt_cuda.ops.dsa_geometry import Dims
 
-__all__ = ["BARRIER_BYTES", "Team", "choose_team", "decode_config", "decode_key_box", "decode_spec", "decode_specs"]
-
-BARRIER_BYTES = 128
-"""Of the word that the blocks of a row meet at, which has a line to itself; zero before the first launch."""
+__all__ = ["MEETINGS_BYTES", "Team", "choose_team", "decode_config", "decode_key_box", "decode_spec", "decode_specs"]
 
 _TILE_KEYS = 64  # that a warpgroup multiplies at once
 
@@ -29,14 +26,19 @@ _KEY_STAGES = {64: 4, 128: 3}
 _THREADS = 512
 _BLOCK_KEYS = 4 * _TILE_KEYS  # what a block takes is a multiple of: a tile a warpgroup
 _MOST_BLOCK_KEYS = 1024  # a lane keeps account of 32 keys
-_MOST_BLOCKS = 256
+_MOST_BLOCKS = 160  # of a row; no Hopper has as many multiprocessors
 _RANKED = _THREADS
+_SHORT_BAND = 256
 _BINS = 4096
 
-_TEAM_BYTES = div_up(3 * 4 * _BINS + 8 * _RANKED + 2 * 16 * _MOST_BLOCKS + 16, 128) * 128
+_TEAM_BYTES = 2 * 4 * _BINS + 8 * _SHORT_BAND
+
+MEETINGS_BYTES = 4 * _BINS + 128 + 4 * 16 * _MOST_BLOCKS
+"""What the blocks of a row share from one launch to the next: a histogram, which is zero in between, how often they have
+met, and four slots a block. Zero before the first launch."""
 
 _PARAMS = (
-    *(Param(name, "ptr") for name in ("key", "weights", "bias", "teams", "barriers", "out", "counters")),
+    *(Param(name, "ptr") for name in ("key", "weights", "bias", "teams", "meetings", "out", "counters")),
     *(Param(name, "tensor_map") for name in ("query_map", "key_map")),
     *(Param(name, "u32") for name in ("key_seq", "blocks", "block_keys", "top_k")),
     *(Param(name, "f32") for name in ("scale", "weights_scale", "error_scale", "bias_error")),
@@ -91,8 +93,8 @@ def _shared_bytes(heads: int, head_dim: int) -> int:
     tiles, lists = 4 * 3 * 2 * _TILE_KEYS * groups, 8 * _RANKED + 2 * 1024
     words = 3 * 4 * _THREADS
     small = 4 * heads + 4 * 32 + 16 * warps + 4 * 3
-    barriers = 8 * (3 + groups * stages) + 2 * 16
-    scan = 4 * warps * (1 + 2 * 4) + 4 * (3 + 2 + 4 + 4)
+    barriers = 8 * (4 + groups * stages) + 4 * _MOST_BLOCKS // 32 * 8
+    scan = 4 * warps * (1 + 2 * 4) + 4 * (3 + 4 + 4)
     return div_up(keys + query + values + max(tiles, lists) + words + small + barriers + scan, 1024) * 1024
 
 
@@ -106,6 +108,7 @@ def decode_spec(dtype: DataType, heads: int, head_dim: int) -> KernelSpec:
         "KEY_STAGES": _KEY_STAGES[head_dim],
         "MAX_BLOCKS": _MOST_BLOCKS,
         "TEAM_BYTES": _TEAM_BYTES,
+        "MEETINGS_BYTES": MEETINGS_BYTES,
         "SHARED_BYTES": _shared_bytes(heads, head_dim),
     }
     return kernel_spec("decode_sm90", _PARAMS, _THREADS, macros, arch="sm_90a")

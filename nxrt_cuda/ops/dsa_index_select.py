@@ -194,7 +194,7 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         self._workspace = Workspace(runtime, OP, _process_workspaces)
         self._plans: PlanCache[_Layout, Plan] = PlanCache()
         self._counters: TensorMut | None = None
-        self._barriers: TensorMut | None = None
+        self._meetings: TensorMut | None = None
         self._warmed = False
 
     def _execute(
@@ -268,8 +268,8 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         )
 
     def device_graph_resources(self) -> tuple[DeviceGraphResource, ...]:
-        """The workspace, the counters of what was repaired, and what the blocks of a decode step meet at."""
-        kept = (tensor for tensor in (self._counters, self._barriers) if tensor is not None)
+        """The workspace, the counters of what was repaired, and where the blocks of a decode step meet."""
+        kept = (tensor for tensor in (self._counters, self._meetings) if tensor is not None)
         own = (DeviceGraphResource(id(tensor), tensor) for tensor in kept)
         return (*self._workspace.device_graph_resources(), *own)
 
@@ -336,10 +336,10 @@ class DsaIndexSelectKernel(OperatorKernel[DsaChoice]):
         if self._counters is None:
             self._counters = runtime.zeros((2,), uint64)
         if choice.variant is DsaVariant.CERTIFIED_DECODE and team is not None:
-            if self._barriers is None:
-                self._barriers = runtime.zeros((processors * dsa_decode.BARRIER_BYTES,), uint8)
+            if self._meetings is None:
+                self._meetings = runtime.zeros((processors * dsa_decode.MEETINGS_BYTES,), uint8)
             return DecodePlan(
-                *(runtime, dims, dtype, attributes, team, choice), counters=self._counters, barriers=self._barriers
+                *(runtime, dims, dtype, attributes, team, choice), counters=self._counters, meetings=self._meetings
             )
         certified = dsa_certified.CertifiedLayout.of(dims, dtype, options.workspace_bytes)
         return CertifiedPlan(

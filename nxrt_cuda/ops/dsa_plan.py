@@ -384,7 +384,7 @@ class DecodePlan(Plan):
 
     Args:
         counters: as those of :class:`CertifiedPlan`.
-        barriers: on the device, where the blocks of each row meet.
+        meetings: on the device, where the blocks of each row meet.
     """
 
     def __init__(
@@ -397,14 +397,14 @@ class DecodePlan(Plan):
         choice: DsaChoice,
         *,
         counters: TensorMut,
-        barriers: TensorMut,
+        meetings: TensorMut,
     ) -> None:
         self.choice = choice
         self.nbytes = team.nbytes
         self._runtime = runtime
         self._dims = dims
         self._dtype = dtype
-        self._barriers = barriers.ptr
+        self._meetings = meetings.ptr
         self._counted = counters.ptr
         self._maps: tuple[PlacedMap, PlacedMap] | None = None
         able = certified.abilities(runtime.capabilities.compute_capability)
@@ -423,7 +423,7 @@ class DecodePlan(Plan):
         self.score_grids = self.selection_grids = _grids(self._launch)
 
     def bind(self, workspace: int, query: int, key: int, weights: int, bias: int, out: int) -> None:
-        self._launch.bind(key, weights, bias, workspace, self._barriers, out, self._counted)
+        self._launch.bind(key, weights, bias, workspace, self._meetings, out, self._counted)
         if self._maps is None:
             rows = self._dims.rows
             self._maps = _place_maps(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxrt_cuda.driver.host_tensor_map import HostTensorMap
-from nxrt_cuda.dtype import DataType, bfloat16, float16, float32, int64, uint8, uint32
+from nxrt_cuda.dtype import DataType, bfloat16, float16, float32, int64, uint8, uint32, uint64
 from nxrt_cuda.reference.dsa_index_select import dsa_scores, dsa_select
 
 if TYPE_CHECKING:
@@ -217,8 +217,9 @@ def _decode_entry(launch: HostLaunch) -> None:
         raise ValueError(f"{query_map} does not describe {rows} rows of {heads} heads of {depth}")
     if key_map.extents != (depth, key_seq, rows) or key_map.box != (64, 64, 1) or key_map.address != args["key"]:
         raise ValueError(f"{key_map} does not describe {rows} x {key_seq} keys of {depth} at 0x{args['key']:x}")
-    barriers = launch.view(args["barriers"], uint32, (rows, 32))
-    if (barriers[:, 0] & 0x7FFFFFFF).any() or barriers[:, 1:].any():
+    meetings = launch.view(args["meetings"], uint64, (rows, int(launch.macros["MEETINGS_BYTES"]) // 8))
+    histogram, held, slots = meetings[:, :2048], meetings[:, 2048:2049], meetings[:, 2064:]
+    if histogram.any() or meetings[:, 2049:2064].any() or (slots[:, 1::2] > held).any():
         raise ValueError("a launch before has not come to its end, or has written beyond its words")
     launch.view(args["teams"], uint8, (rows, int(launch.macros["TEAM_BYTES"])))[...] = 0xA5
     scores, allowed = dsa_scores(
@@ -231,7 +232,8 @@ def _decode_entry(launch: HostLaunch) -> None:
     )
     selected = dsa_select(scores.reshape(rows, key_seq), allowed.reshape(rows, key_seq), top_k)
     launch.view(args["out"], int64, (rows, top_k))[...] = selected
-    barriers[:, 0] ^= 1 << 31  # an odd number of meetings
+    held += np.uint64(3)
+    slots[:, 1 : 2 * blocks : 2] = held
 
 
 HOST_ENTRIES: dict[str, HostEntry] = {

@@ -70,7 +70,7 @@ def test_rows_are_divided_among_the_blocks_that_run_at_once(dims: Dims, team: Te
         ({"batch": 32, "key_seq": 32768}, "longer rows than the blocks hold"),
         ({"blocks": 3}, "a bounded grid"),
         ({"capability": (10, 0)}, "no wgmma"),
-        ({"workspace_bytes": 60000}, "a small workspace"),
+        ({"workspace_bytes": 30000}, "a small workspace"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
