@@ -8,16 +8,18 @@
 //
 // Scores: a tile is kTileKeys keys. Four warpgroups take turns, each with kKeyStages buffers of its own that one of its
 // threads fills again as soon as all have read them. Half of the warps that have multiplied a tile then finish it: they
-// add the bias, take the keys' norms, and keep f, who is allowed, and what bounds the error. While keys stream, any other
-// access to global memory takes microseconds: biases have been brought to shared memory before.
+// add the bias, take the keys' norms, and keep f, who is allowed, and what bounds the error. While keys stream, any
+// other access to global memory takes microseconds: biases have been brought to shared memory before.
 //
-// The team meets in global memory, at barriers that cost a microsecond each:
+// The team meets in global memory (common/team_slots.cuh):
 //
-//   1. How far the scores of the first tiles reach tells the bins of a histogram. Nobody waits: the next tiles are on
-//      their way.
+//   1. How far the scores of the first tiles reach tells the bins of a histogram. It is heard before the last tiles.
+//      Nothing else is published, for a fence would wait as long: the launch before has left the histogram zero.
 //   2. Every key has been counted. Each block finds the bin with the k-th greatest f, decides of its own keys, and
 //      scores those in strict order that the error leaves open.
-//   3. All of those are in one list. Each block ranks it, and emits its own winners behind those of the blocks before.
+//   3. Meanwhile all tell how many those are, so that each knows where its own lie in one list. An entry of it is there
+//      once it is not zero, and no meeting follows. Each block ranks the list, and emits its own winners behind those
+//      of the blocks before.
 //
 // Where that list might be long (scores that crowd a bin, irregular numbers, an outlier's great error), the steps of
 // common/dsa_repair.cuh meet oftener.
@@ -62,7 +64,7 @@ struct alignas(1024) Slab {
 
 // What the blocks of a row have in common in global memory.
 struct Shared {
-    unsigned int histograms[2][kBins];  // of crowded bins' parts
+    unsigned int histograms[2][kBins];      // where one is not enough
     unsigned long long listed[kShortBand];  // strict keys of the band, and positions: the better the greater; or zero
 };
 
@@ -70,8 +72,8 @@ static_assert(sizeof(Shared) <= TEAM_BYTES, "the host gives a row this much");
 
 // What they find as the launch before has left it; zero before the first one.
 struct Meetings {
-    unsigned int histogram[kBins];  // zero
-    unsigned long long held;        // meetings before this launch
+    unsigned int histogram[kBins];                  // zero
+    unsigned long long held;                        // meetings before this launch
     alignas(128) TeamSlot slots[2][2][kMaxBlocks];  // by turns, and for two values each
 };
 
@@ -104,7 +106,7 @@ struct Smem {
     Barrier inputs_loaded;   // all but keys
     Barrier full[kWarpgroups][kKeyStages];
     Barrier sampled, heard;
-    unsigned long long held;       // meetings before this launch
+    unsigned long long held;                // meetings before this launch
     uint2 told[4][kMaxBlocks / kWarpSize];  // by the blocks that a warp has heard, and by those before this one
     BlockScanScratch<kThreads> scan;
     unsigned int warp_values[2][4][kWarps];  // of reductions, by turns
@@ -160,8 +162,8 @@ struct Team {
     // How many warps hear what the team tells: a thread a block.
     __device__ __forceinline__ unsigned int listeners() const { return (blocks + kWarpSize - 1) / kWarpSize; }
 
-    // Wait for what all blocks tell. All threads read it after one barrier, and before the next; `block` is anything from
-    // 0 on in neighbouring threads, beginning with a warp.
+    // Wait for what all blocks tell, a thread a block: `block` is 0 in the first thread of some warp, 1 in the next
+    // one, and may go beyond them. All threads of this block may read it after one barrier and before the next.
     template <bool kPublished, int kMaxima, int kCount>
     __device__ __forceinline__ void hear(unsigned int block) {
         unsigned int values[kCount] = {};
@@ -279,7 +281,7 @@ struct Team {
     static constexpr int kWarpGroups = kGroups / kWarps;
     using LaneBins = unsigned int[kWarpGroups][kLaneBins];
 
-    // After a meeting of the team: of the bins those of this lane, whose groups' sums locate_bin() needs a barrier later.
+    // After a meeting of the team: of the bins those of this lane. locate_bin() needs the groups' sums a barrier later.
     __device__ __forceinline__ void read_bins(LaneBins& bins) {
         const int lane = threadIdx.x % kWarpSize;
         const int warp = threadIdx.x / kWarpSize;
@@ -492,8 +494,8 @@ __device__ __forceinline__ Summary score_block(
     const int warp = threadIdx.x % kWarpgroup / kWarpSize;
     const int n_tiles = (row.length + kTileKeys - 1) / kTileKeys;
     const int own_tiles = (n_tiles - warpgroup + kWarpgroups - 1) / kWarpgroups;
-    // The first warp tells how far scores reach once all have finished a tile. What the team has told is heard before the
-    // last tile, which has the others to wait for.
+    // The first warp tells how far scores reach once all have finished a tile. What the team has told is heard as late
+    // as possible: before the last tile.
     const bool speaks = threadIdx.x / kWarpSize == 0;
     const bool listens = threadIdx.x / kWarpSize < team.listeners();
     const int last = own_tiles - 1;

@@ -1,16 +1,19 @@
-// How blocks meet that run at the same time, which a cooperative launch promises; and the accesses to global memory that
-// this is made of, one PTX instruction to a wrapper.
+// How blocks meet that run at the same time, which a cooperative launch promises; and the accesses to global memory
+// that this is made of, one PTX instruction to a wrapper.
 //
 // A block that meets the others writes a slot of its own: what it tells them, and which meeting it is, in one access of
-// 16 bytes, which is seen whole or not at all. The others read it until it is that meeting's. No word is counted up,
-// waited for, and only then what has been told read: that would take two more ways to the level-2 cache and back.
+// 16 bytes, which is seen whole or not at all. The others read it until it is that meeting's. To count arrivals, wait
+// for their number and only then read what has been told would take two more ways to the level-2 cache and back.
 //
-// Meetings are numbered in 64 bits from 1 on and without an end: nothing has to be reset, and no slot, whoever wrote it
-// in whichever launch before, has the number of a meeting to come. A launch learns the number of the last one at its
-// start, and one of its blocks leaves the next launch's behind once all have done so. A launch that does not come to its
-// end leaves it wrong, but such a one ends the context with its memory.
+// Meetings are numbered from 1 on, in 64 bits and so without an end: nothing has to be reset, and no slot has the
+// number of a meeting to come, in whichever launch it was written. At its start a launch learns how many were held
+// before it; once all of its blocks have done so, one of them leaves the number for the next launch. A launch that does
+// not come to its end leaves it wrong, but such a one ends the context with its memory.
 //
 // Two slots a block, by turns, are enough: who writes one again has met all others since, and they had read it by then.
+//
+// Fences beside accesses that do not say so themselves are no way to do it: with them the compiler turns every addition
+// to global memory into one that returns, and is waited for.
 #pragma once
 
 struct alignas(16) TeamSlot {

@@ -34,8 +34,8 @@ _BINS = 4096
 _TEAM_BYTES = 2 * 4 * _BINS + 8 * _SHORT_BAND
 
 MEETINGS_BYTES = 4 * _BINS + 128 + 4 * 16 * _MOST_BLOCKS
-"""What the blocks of a row share from one launch to the next: a histogram, which is zero in between, how often they have
-met, and four slots a block. Zero before the first launch."""
+"""What the blocks of a row leave for the next launch: a histogram, which is zero again, how often they have met, and
+four slots a block to meet at. All zero before the first one."""
 
 _PARAMS = (
     *(Param(name, "ptr") for name in ("key", "weights", "bias", "teams", "meetings", "out", "counters")),

@@ -153,12 +153,21 @@ def test_decode_steps_of_many_batches(rt: nx.CudaRuntime, dtype: np.dtype, batch
 
 
 def test_decode_steps_one_after_the_other(rt: nx.CudaRuntime) -> None:
-    """200 launches that share what blocks meet at, of rows divided in three ways, without a look in between."""
+    """200 launches without a look in between: each finds what the one before has left.
+
+    Their rows are divided in three ways, and selected in every way: short and long bands, and fewer keys than wanted.
+    """
     attributes = {"top_k": 700, "scale": 128**-0.5, "weights_scale": 0.7}
     kernel = nx.create_kernel(rt, nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes=attributes))
     calls = []
-    for batch, key_seq in ((1, 30000), (7, 2500), (64, 1800)):
-        inputs = draw(HALF_DTYPES[1], batch, 1, 64, 128, key_seq)
+    for batch, key_seq, kind, mask in (
+        (1, 30000, "normal", "causal"),
+        (7, 2500, "near ties", "normal"),
+        (64, 1800, "special", "none"),
+        (1, 30000, "normal", "sparse"),
+        (1, 30000, "clustered", "causal"),
+    ):
+        inputs = draw(HALF_DTYPES[1], batch, 1, 64, 128, key_seq, kind, mask)
         operands = [rt.from_array(values) for values in inputs.arrays]
         output = rt.zeros((batch, 1, 1, 700), np.int64)
         calls.append((operands, output, select(rt, inputs, 700, "strict")[0]))
