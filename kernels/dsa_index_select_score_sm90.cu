@@ -15,8 +15,8 @@
 // The wanted tiles, in order of batch, key block, row tile, are cut into one run of equal length a block. A block
 // keeps its keys in shared memory (kKeyStages buffers) and streams queries past them (kQueryStages buffers). Roles:
 // one warp streams queries, one brings keys, two bound the errors of rows; two warpgroups own half of the keys each,
-// in accumulators of 64 keys. Of 256 keys they have two, and reduce one while the tensor cores fill the other; with
-// the three products of 128 keys each lets the tensor cores to the other while it reduces.
+// in accumulators of 64 keys: two each of 256 keys, one each of the 128 that have two parts. While one warpgroup
+// reduces what it has, the tensor cores work for the other.
 //
 // Every cell is summed in the same order in every run: results do not depend on the grid.
 #include "common/dsa_score.cuh"
@@ -38,7 +38,8 @@ constexpr int kSlabs = kHeadDim / 64;   // of one part
 constexpr int kAllSlabs = kSlabs * kParts;
 constexpr int kAtomKeys = 64;  // keys of one accumulator
 constexpr int kAccumulator = kAtomKeys * kColumns / kWarpgroup;
-static_assert(kBlockKeys == kConsumers * kAtomKeys * 2 / kParts, "two accumulators a warpgroup, or one of parts");
+constexpr int kAtoms = 2 / kParts;  // of a warpgroup: two accumulators, or one of parts
+static_assert(kBlockKeys == kConsumers * kAtoms * kAtomKeys, "the consumers divide a tile's keys");
 
 struct alignas(1024) Slab {
     Part values[8][64];  // eight rows of 128 bytes, with the 128-byte swizzle
@@ -140,11 +141,10 @@ __device__ __forceinline__ unsigned long long uniform(unsigned long long descrip
 
 // Start the dots of 64 keys with all columns; of pairs of parts, small products first.
 __device__ __forceinline__ void start_dots(
-    float (&dots)[kAccumulator], const Slab (&keys)[kAllSlabs][kBlockKeys / 8], int first_key,
-    const Slab (&queries)[kAllSlabs][kColumns / 8]) {
+    float (&dots)[kAccumulator], unsigned long long key_matrix, unsigned long long query_matrix) {
     constexpr int kProducts = kParts == 2 ? 3 : 1;
-    const unsigned long long key_matrix = uniform(wgmma_descriptor(&keys[0][first_key / 8], 0));
-    const unsigned long long query_matrix = uniform(wgmma_descriptor(&queries[0][0], 0));
+    constexpr unsigned int kKeySlab = sizeof(Slab) * (kBlockKeys / 8);
+    constexpr unsigned int kQuerySlab = sizeof(Slab) * (kColumns / 8);
     wgmma_fence();
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
@@ -152,8 +152,8 @@ __device__ __forceinline__ void start_dots(
         const int query_part = product == 1 ? kSlabs : 0;
 #pragma unroll
         for (int d = 0; d < kHeadDim; d += 16) {
-            const unsigned long long a = advance(key_matrix, (key_part + d / 64) * sizeof(keys[0]) + d % 64 * 2);
-            const unsigned long long b = advance(query_matrix, (query_part + d / 64) * sizeof(queries[0]) + d % 64 * 2);
+            const unsigned long long a = advance(key_matrix, (key_part + d / 64) * kKeySlab + d % 64 * 2);
+            const unsigned long long b = advance(query_matrix, (query_part + d / 64) * kQuerySlab + d % 64 * 2);
             Wgmma<Part, kColumns>::ss(dots, a, b, product != 0 || d != 0);
         }
     }
@@ -321,75 +321,32 @@ __device__ __forceinline__ Ready release(Smem& smem, const Ready& done, Places& 
     return next;
 }
 
-__device__ __forceinline__ void consume_parts(Smem& smem, const Problem& problem) {
-    const int first_key = (threadIdx.x / kWarpgroup - 1) * kAtomKeys;
+__device__ __forceinline__ void consume(Smem& smem, const Problem& problem) {
+    const int first_key = (threadIdx.x / kWarpgroup - 1) * kAtoms * kAtomKeys;
     Places places;
     Ready ready = places.next(smem);
     while (ready.tile.rows != 0) {
         places.await_keys(smem, ready);
-        float dots[kAccumulator];
+        float dots[kAtoms][kAccumulator];
         float weights[kLaneWeights];
-        float bias[kLaneScores];
-        start_dots(dots, smem.keys[ready.key_stage], first_key, smem.queries[ready.query_stage]);
+        float bias[kAtoms][kLaneScores];
+        const unsigned long long keys = uniform(wgmma_descriptor(&smem.keys[ready.key_stage][0][first_key / 8], 0));
+        const unsigned long long queries = uniform(wgmma_descriptor(smem.queries[ready.query_stage], 0));
+#pragma unroll
+        for (int i = 0; i < kAtoms; ++i) start_dots(dots[i], advance(keys, i * kAtomKeys / 8 * sizeof(Slab)), queries);
         if (ready.has_new_keys) store_norms(smem.keys[ready.key_stage], problem, ready.tile);
         read_weights(weights, smem, ready.query_stage);
-        read_bias(bias, problem, ready.tile, first_key);
+#pragma unroll
+        for (int i = 0; i < kAtoms; ++i) read_bias(bias[i], problem, ready.tile, first_key + i * kAtomKeys);
         const Tile tile = ready.tile;
+        if constexpr (kAtoms == 2) {
+            wgmma_wait<1>();
+            store_scores(dots[0], weights, bias[0], problem, tile, first_key);
+        }
         wgmma_wait<0>();
         ready = release(smem, ready, places);
-        store_scores(dots, weights, bias, problem, tile, first_key);
-    }
-}
-
-// Two tiles with the same keys a turn: while one accumulator is reduced the tensor cores fill the other, but for the
-// last of each turn. (Over the end of a loop ptxas does not follow which product is still running, and would
-// serialise all of them.)
-__device__ __forceinline__ void consume(Smem& smem, const Problem& problem) {
-    const int low_key = (threadIdx.x / kWarpgroup - 1) * 2 * kAtomKeys;
-    const int high_key = low_key + kAtomKeys;
-    Places places;
-    Ready ready = places.next(smem);
-    while (ready.tile.rows != 0) {
-        places.await_keys(smem, ready);
-        float low[kAccumulator];
-        float high[kAccumulator];
-        float weights[kLaneWeights];
-        float low_bias[kLaneScores];
-        float high_bias[kLaneScores];
-        start_dots(low, smem.keys[ready.key_stage], low_key, smem.queries[ready.query_stage]);
-        start_dots(high, smem.keys[ready.key_stage], high_key, smem.queries[ready.query_stage]);
-        if (ready.has_new_keys) store_norms(smem.keys[ready.key_stage], problem, ready.tile);
-        read_weights(weights, smem, ready.query_stage);
-        read_bias(low_bias, problem, ready.tile, low_key);
-        read_bias(high_bias, problem, ready.tile, high_key);
-        wgmma_wait<1>();
-        store_scores(low, weights, low_bias, problem, ready.tile, low_key);
-
-        const Ready second = places.next(smem);
-        if (second.tile.rows == 0) {
-            wgmma_wait<0>();
-            store_scores(high, weights, high_bias, problem, ready.tile, high_key);
-            return;
-        }
-        if (second.has_new_keys) {
-            wgmma_wait<0>();
-            mbarrier_arrive(smem.empty_key[ready.key_stage]);
-            places.await_keys(smem, second);
-        }
-        start_dots(low, smem.keys[second.key_stage], low_key, smem.queries[second.query_stage]);
-        if (second.has_new_keys) store_norms(smem.keys[second.key_stage], problem, second.tile);
-        wgmma_wait<1>();
-        mbarrier_arrive(smem.empty_query[ready.query_stage]);
-        store_scores(high, weights, high_bias, problem, ready.tile, high_key);
-        start_dots(high, smem.keys[second.key_stage], high_key, smem.queries[second.query_stage]);
-        read_weights(weights, smem, second.query_stage);
-        read_bias(low_bias, problem, second.tile, low_key);
-        read_bias(high_bias, problem, second.tile, high_key);
-        wgmma_wait<1>();
-        store_scores(low, weights, low_bias, problem, second.tile, low_key);
-        wgmma_wait<0>();
-        ready = release(smem, second, places);
-        store_scores(high, weights, high_bias, problem, second.tile, high_key);
+        constexpr int kLast = kAtoms - 1;
+        store_scores(dots[kLast], weights, bias[kLast], problem, tile, first_key + kLast * kAtomKeys);
     }
 }
 
@@ -434,10 +391,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) dsa_index_select_score
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        if constexpr (kParts == 2) {
-            consume_parts(smem, problem);
-        } else {
-            consume(smem, problem);
-        }
+        consume(smem, problem);
     }
 }
