@@ -8,12 +8,14 @@
 // A row with more than top_k allowed keys is decided so, f, e and the band being what common/dsa_select.cuh says:
 //
 //   1. A histogram finds a bin that holds the k-th greatest f. How far its bins reach is a guess from a sample.
-//   2. With the greatest e of the row, the edges of that bin bound the k-th greatest strict score, and two thresholds
-//      say of each f whether its key is in, or out, whatever e. What is left is the band, some dozens of keys; a large
-//      one is narrowed by each key's own e.
+//   2. The k-th greatest strict score is expected not far from the edges of that bin. With the greatest e of the row,
+//      two thresholds say of each f whether its key is then in, or out, whatever e. What is left is the band, a dozen
+//      or two of keys; a large one is narrowed by each key's own e.
 //   3. The band is scored in strict order, and the best of it complete the selection: a small band is ranked key
 //      by key, a large one goes through a radix select.
-//   4. Winners are emitted in ascending order.
+//   4. If the last of them is not where it was expected, 2 and 3 are done again with what e and the edges allow, for a
+//      band of twice as many keys.
+//   5. Winners are emitted in ascending order.
 //
 // A cluster of kCluster blocks takes a row, each block a part of its keys that fits its shared memory.
 #include "common/async_copy.cuh"
@@ -27,6 +29,14 @@ constexpr int kCluster = CLUSTER;
 // From sm_100 on the compiler needs more registers for what is in flight.
 constexpr int kBlocksPerSm = kThreads > 256 ? 1 : sizeof(Element) == 4 || __CUDA_ARCH__ >= 1000 ? 2 : 3;
 
+// Where the last winner is.
+struct Guess {
+    Range edges;      // its f, if that is the top_k-th greatest,
+    Range expected;   // and its strict score, as a guess
+    float error;      // of any key of the row, at most, but for
+    float per_score;  // of |f|
+};
+
 struct Smem {
     alignas(16) Element query[kHeads][kQueryPitch];
     union {
@@ -37,6 +47,7 @@ struct Smem {
     unsigned int groups[kCluster][kGroups];
     alignas(16) unsigned int in[kThreads];    // a word of 32 keys a thread: those surely selected,
     alignas(16) unsigned int band[kThreads];  // and those to be scored
+    unsigned int allowed[kThreads];           // what both were made from
     alignas(16) float errors[kThreads];       // bound of e, but for its share of |f|
     alignas(16) unsigned int ranked[kRanked];  // strict keys of the cluster's band, by position
     unsigned short listed[kListed];
@@ -47,6 +58,8 @@ struct Smem {
     unsigned int bin[3];
     Counts counts;
     unsigned int row_flags;
+    unsigned int last_winner;
+    Guess guess;
 
     __device__ __forceinline__ const Element* query_at(int head, int d) const { return &query[head][d]; }
 };
@@ -204,7 +217,7 @@ struct Team {
 
 // Add the `wanted` best of the cluster's n_total band keys to smem.in: each key counts those better than it. The
 // block's n_band keys are still listed; `before` lie in the blocks before it. Returns how many of those are among the
-// best.
+// best, the last of which goes to smem.last_winner.
 __device__ __forceinline__ unsigned int rank_band(
     Smem& smem, const unsigned int* strict_keys, unsigned int n_band, unsigned int before, unsigned int n_total,
     unsigned int wanted) {
@@ -229,6 +242,7 @@ __device__ __forceinline__ unsigned int rank_band(
             better += others.w > key || (others.w == key && i + 3 < own);
         }
         wins = better < wanted;
+        if (better + 1 == wanted) smem.last_winner = key;
         if (wins && own - before < n_band) {
             const unsigned int t = smem.listed[own - before];
             atomicOr(&smem.in[t / 32], 1u << t % 32);
@@ -385,37 +399,60 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) __cluster_d
             if (allowed == nullptr) has_scores = summary[2] > top_k;
             if (has_scores) {
                 const bool is_regular = (smem.row_flags & kRegularRow) && summary[1] == 0;
-                Range edges = {-infinity(), infinity()};
-                Range decided = edges;
+                smem.allowed[threadIdx.x] = in_word;
+                unsigned int guessed_word = 0;
+                Range decided = {-infinity(), infinity()};
                 if (is_regular) {
                     const Bin bin = locate_bin(smem, top_k);
-                    edges = bracket_last_winner(team, smem, bins, bin, values, row.n_words, top_k);
-                    decided = thresholds(edges, per_score, __uint_as_float(summary[0]));
+                    const Range edges = bracket_last_winner(team, smem, bins, bin, values, row.n_words, top_k);
+                    const float error = __uint_as_float(summary[0]);
+                    const float margin = error * kExpectedError;
+                    const Range expected = {edges.lower - margin, edges.upper + margin};
+                    decided = beyond(expected, per_score, error);
+                    if (threadIdx.x == 0) smem.guess = {edges, expected, error, per_score};
                 }
-                classify(smem, decided, values, row.n_words);
-                BlockCounts block = count_keys(team, smem);
-                if (is_regular && smem.counts.band > kWideBand) {
-                    narrow_band(team, smem, edges, per_score, values, row.n_words);
-                    block = count_keys(team, smem);
-                }
-                const bool fuses = smem.row_flags & kFusingRow;
-                score_band(smem, row, fuses, is_exact && is_regular, scale, values, block.band_before, block.band);
-                const Counts counts = smem.counts;
-                const unsigned int wanted = top_k - counts.in;
-                is_ranked = counts.band <= kRanked;
-                if (is_ranked) {
-                    winners_before = counts.in_before + rank_band(smem, strict_keys, block.band, counts.band_before,
-                                                                  counts.band, wanted);
-                    in_word = smem.in[threadIdx.x];
-                } else {
-                    const Winners winners = select_band(team, smem, strict_keys, wanted);
-                    ties = winners.ties;
-                    in_word = smem.in[threadIdx.x];
-                    equal_word = add_winners(in_word, smem, strict_keys, winners);
+                for (bool is_guess = is_regular;; is_guess = false) {
+                    classify(smem, decided, values, row.n_words);
+                    smem.band[threadIdx.x] |= guessed_word;
+                    BlockCounts block = count_keys(team, smem);
+                    if (is_guess && smem.counts.band > kWideBand) {
+                        narrow_band(team, smem, smem.guess.edges, smem.guess.per_score, values, row.n_words);
+                        block = count_keys(team, smem);
+                    }
+                    const bool fuses = smem.row_flags & kFusingRow;
+                    score_band(smem, row, fuses, is_exact && is_regular, scale, values, block.band_before, block.band);
+                    const Counts counts = smem.counts;
+                    const unsigned int wanted = top_k - counts.in;
+                    unsigned int last_winner;
+                    is_ranked = counts.band <= kRanked;
+                    if (is_ranked) {
+                        winners_before = counts.in_before + rank_band(smem, strict_keys, block.band, counts.band_before,
+                                                                      counts.band, wanted);
+                        last_winner = smem.last_winner;
+                        in_word = smem.in[threadIdx.x];
+                    } else {
+                        const Winners winners = select_band(team, smem, strict_keys, wanted);
+                        last_winner = winners.key;
+                        ties = winners.ties;
+                        in_word = smem.in[threadIdx.x];
+                        equal_word = add_winners(in_word, smem, strict_keys, winners);
+                    }
+                    const float last = from_total_order_key(last_winner);
+                    const Range expected = smem.guess.expected;
+                    if (!is_guess || (expected.lower <= last && last <= expected.upper)) break;
+                    // A key beside the band may have its place. The next band takes this one in, whose f have made room
+                    // for strict scores.
+                    guessed_word = smem.band[threadIdx.x];
+                    smem.band[threadIdx.x] = 0;
+                    smem.in[threadIdx.x] = smem.allowed[threadIdx.x] & ~guessed_word;
+                    equal_word = 0;
+                    ties = 0;
+                    decided = thresholds(smem.guess.edges, smem.guess.per_score, smem.guess.error);
+                    __syncthreads();
                 }
                 if (threadIdx.x == 0 && rank == 0 && !is_exact) {
                     if (!is_regular) atomicAdd(&counters[0], 1ull);
-                    atomicAdd(&counters[1], static_cast<unsigned long long>(counts.band));
+                    atomicAdd(&counters[1], static_cast<unsigned long long>(smem.counts.band));
                 }
             }
         } else if (allowed == nullptr) {

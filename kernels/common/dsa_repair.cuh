@@ -19,6 +19,10 @@ constexpr int kMaxSplits = 5;
 // Where the row's greatest e leaves open more keys, each key's own is looked at.
 constexpr unsigned int kWideBand = 96;
 
+// How far from its f the last winner's strict score is expected, as a share of the greatest e. Errors of random vectors
+// are far smaller; the closer, the fewer keys are scored.
+constexpr float kExpectedError = 0x1p-3f;
+
 struct Counts {
     unsigned int in, band;                // keys of the team
     unsigned int in_before, band_before;  // of the blocks before
@@ -56,14 +60,21 @@ __device__ __forceinline__ float get(float4 values, int i) {
     return i == 0 ? values.x : i == 1 ? values.y : i == 2 ? values.z : values.w;
 }
 
-// Below the lower f a key is out, above the upper one it is in, if no key of the row has a greater error and the
-// top_k-th greatest f is within the edges: f - e and f + e grow with f where e = error + per_score |f|. What is not a
-// number decides nothing.
+// A key with f above the upper end has a strict score above the upper one of `scores`, and a key with f below the lower
+// end one below the lower, if no key of the row has a greater error: f - e and f + e grow with f where
+// e = error + per_score |f|. What is not a number decides nothing.
+__device__ __forceinline__ Range beyond(Range scores, float per_score, float error) {
+    const float above = __fadd_ru(scores.upper, error);
+    const float below = __fsub_rd(scores.lower, error);
+    const float more = __fmul_ru(per_score, 1.0f + 0x1p-20f);  // for per_score of the ends themselves
+    return {__fsub_rd(below, __fmul_ru(more, fabsf(below))), __fadd_ru(above, __fmul_ru(more, fabsf(above)))};
+}
+
+// Below the lower f a key is out, above the upper one it is in, if the top_k-th greatest f is within the edges.
 __device__ __forceinline__ Range thresholds(Range edges, float per_score, float error) {
-    const float in = __fadd_ru(score_range(per_score, error, edges.upper).upper, error);
-    const float out = __fsub_rd(score_range(per_score, error, edges.lower).lower, error);
-    const float more = __fmul_ru(per_score, 1.0f + 0x1p-20f);  // for per_score of the thresholds themselves
-    return {__fsub_rd(out, __fmul_ru(more, fabsf(out))), __fadd_ru(in, __fmul_ru(more, fabsf(in)))};
+    const float lower = score_range(per_score, error, edges.lower).lower;
+    const float upper = score_range(per_score, error, edges.upper).upper;
+    return beyond({lower, upper}, per_score, error);
 }
 
 // An interval of f that holds the top_k-th greatest of the row, which is in `bin` of `bins`.

@@ -533,8 +533,8 @@ def _certify_shared_bytes(dtype: DataType, heads: int, head_dim: int, cluster: i
     warps = threads // 32
     query = heads * (head_dim * dtype.itemsize + 16)
     staged = warps * 4 * max(head_dim, heads + 4) * 4
-    words = 4 * 4 * threads
-    scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 * cluster + 4 * (3 + 4 + 1)
+    words = 5 * 4 * threads
+    scan = 4 * warps * (1 + 2 * 4) + 4 * 2 * 4 * cluster + 4 * (3 + 4 + 2 + 6)
     groups = 4 * 32 * cluster
     return div_up(query + max(4 * 4096, staged) + 4 * heads + groups + words + 2 * 1024 + 8 + scan, 16) * 16
 

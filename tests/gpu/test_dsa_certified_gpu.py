@@ -291,3 +291,28 @@ def test_a_smaller_bound_selects_wrong_keys(
     assert wrong_rows(rt, inputs, 2048) == 0
     monkeypatch.setattr(dsa_certified, "norm_weights", lambda *_: NormWeights(0, 0, 0, 0, 0))
     assert wrong_rows(rt, inputs, 2048) > batch * q_seq // 2
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize(("q_seq", "key_seq"), [(300, 4096), (140, 20000)])
+def test_roundings_that_all_go_one_way(rt: nx.CudaRuntime, dtype: np.dtype, q_seq: int, key_seq: int) -> None:
+    """Strict scores far above the approximate ones, though within the bound; the bias alone tells keys apart.
+
+    Products after the first are a little more than half an ulp of it: each rounds the strict dot up by an ulp.
+    """
+    rng = np.random.default_rng(3)
+    query = np.full((1, q_seq, 64, 128), 2.0**-12, dtype)
+    key = np.full((1, key_seq, 128), 1.0078125 * 2.0**-12, dtype)
+    query[..., 0] = key[..., 0] = 1
+    weights = np.full((1, q_seq, 64), 1 / 64, dtype)
+    bias = rng.uniform(0, key_seq * 2.0**-24, (1, 1, q_seq, key_seq)).astype(np.float32)
+    inputs = Inputs(query, key, weights, bias)
+    assert wrong_rows(rt, inputs, 2048) == 0
+    _, kernel = select(rt, inputs, 2048)
+    shifted = kernel.repair_stats().keys_scored_strictly
+    query[..., 1:] = 0
+    assert wrong_rows(rt, inputs, 2048) == 0
+    _, kernel = select(rt, inputs, 2048)
+    plain = kernel.repair_stats().keys_scored_strictly
+    if able(rt).has_clusters:  # the kernel that expects scores to be close
+        assert shifted > 1.3 * plain

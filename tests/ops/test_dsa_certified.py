@@ -609,17 +609,23 @@ def test_whatever_falls_into_a_bin_lies_within_its_edges() -> None:
             assert upper - lower <= 1 / per_unit + 2 * step
 
 
-def thresholds(lower: Fraction, upper: Fraction, error: Fraction, share: Fraction) -> tuple[Fraction, Fraction]:
-    """What ``thresholds`` says of edges: below the first f a key is out, above the second one in."""
+def beyond(lower: Fraction, upper: Fraction, error: Fraction, share: Fraction) -> tuple[Fraction, Fraction]:
+    """What ``beyond`` says of strict scores: with an f below the first a key is below them, above the second above."""
     more = outward(share * (1 + Fraction(2) ** -20), up=True)
 
-    def beyond(edge: Fraction, up: bool) -> Fraction:
+    def end(score: Fraction, up: bool) -> Fraction:
         sign = 1 if up else -1
-        bound = outward(edge + sign * outward(share * abs(edge) + error, up=True), up)
-        far = outward(bound + sign * error, up)
+        far = outward(score + sign * error, up)
         return outward(far + sign * outward(more * abs(far), up=True), up)
 
-    return beyond(lower, up=False), beyond(upper, up=True)
+    return end(lower, up=False), end(upper, up=True)
+
+
+def thresholds(lower: Fraction, upper: Fraction, error: Fraction, share: Fraction) -> tuple[Fraction, Fraction]:
+    """What ``thresholds`` says of edges: below the first f a key is out, above the second one in."""
+    least = outward(lower - outward(share * abs(lower) + error, up=True), up=False)
+    most = outward(upper + outward(share * abs(upper) + error, up=True), up=True)
+    return beyond(least, most, error, share)
 
 
 @pytest.mark.parametrize("share", [0.0, BIAS_ERROR])
@@ -637,3 +643,51 @@ def test_thresholds_decide_what_every_error_up_to_the_greatest_decides(share: fl
         step = Fraction(2) ** -21 * (max(abs(lower), abs(upper)) + 2 * error)
         assert into <= upper + 2 * error + 4 * step
         assert out >= lower - 2 * error - 4 * step
+
+
+@pytest.mark.parametrize("share", [0.0, BIAS_ERROR])
+def test_beyond_holds_for_every_error_up_to_the_greatest(share: float) -> None:
+    """The lowest strict score of a key above, and the highest of one below; and they are not far out."""
+    rng = np.random.default_rng(7)
+    part = Fraction(share)
+    for _ in range(2000):
+        lower = Fraction(float(np.float32(rng.normal() * np.exp2(rng.integers(-10, 10)))))
+        upper = fl(lower + Fraction(float(rng.uniform(0, 1))) * Fraction(2) ** int(rng.integers(-20, 2)))
+        error = fl(Fraction(float(rng.uniform(0.1, 1))) * Fraction(2) ** int(rng.integers(-24, 2)))
+        below, above = beyond(lower, upper, error, part)
+        assert above - part * abs(above) - error >= upper
+        assert below + part * abs(below) + error <= lower
+        step = Fraction(2) ** -22 * (max(abs(lower), abs(upper)) + error)
+        assert above <= upper + error + 4 * step
+        assert below >= lower - error - 4 * step
+
+
+def test_a_guess_that_passes_its_check_is_the_selection() -> None:
+    """Scores within their bounds of f, on a grid so that many tie; errors that all go one way, too, and are great."""
+    rng = np.random.default_rng(8)
+    passed = failed = wrong = 0
+    for _ in range(3000):
+        error = int(rng.integers(1, 40))
+        f = rng.integers(-100, 100, 60)
+        spread = int(rng.integers(0, error + 1))
+        shift = int(rng.integers(-(error - spread), error - spread + 1))
+        strict = f + shift + rng.integers(-spread, spread + 1, f.size)
+        k = int(rng.integers(1, f.size))
+        last_f = int(np.sort(f)[-k])
+        edges = last_f - int(rng.integers(0, 3)), last_f + int(rng.integers(0, 3))
+        expected = edges[0] - error // 8, edges[1] + error // 8
+        below, above = beyond(*map(Fraction, expected), Fraction(error), Fraction(0))
+        surely = [t for t in range(f.size) if f[t] > above]
+        band = [t for t in range(f.size) if below <= f[t] <= above]
+        wanted = k - len(surely)
+        assert 1 <= wanted <= len(band)
+        best = sorted(band, key=lambda t: (-strict[t], t))[:wanted]
+        is_right = {*surely, *best} == set(sorted(range(f.size), key=lambda t: (-strict[t], t))[:k])
+        if expected[0] <= strict[best[-1]] <= expected[1]:
+            passed += 1
+            assert is_right
+        else:
+            failed += 1
+            wrong += not is_right
+    assert passed > 1000
+    assert failed > wrong > 0
