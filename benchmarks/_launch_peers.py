@@ -18,7 +18,7 @@ from benchmarks._launch_ops import Op
 from benchmarks._stopwatch import Row, Stopwatch
 from benchmarks._timing import DeviceClock, Subject, time_subjects
 
-__all__ = ["BARE_GRAPH", "BARE_LAUNCH", "BARE_SEQUENCE", "ENTRY", "PEERS", "probe"]
+__all__ = ["BARE_GRAPH", "BARE_LAUNCH", "BARE_SEQUENCE", "ENTRY", "PEERS", "probe", "replay_us"]
 
 BARE_LAUNCH = "cuLaunchKernel, arguments packed"
 BARE_GRAPH = "cuGraphLaunch, 1 node"
@@ -96,13 +96,13 @@ def _measure_bindings(runtime: nx.CudaRuntime, bursts: int) -> Iterator[Row]:
         )
         with runtime.capture() as graph:
             runtime.launch(prepared)
-        yield from _measure_replays(graph, stream, stopwatch, "1 node", BARE_GRAPH)
+        yield from _measure_replays(runtime, graph, stopwatch, "1 node", BARE_GRAPH)
         dsa = Op.dsa(runtime)
         execute = dsa.call()
         execute()
         with runtime.capture([dsa.kernel]) as graph:
             execute()
-        yield from _measure_replays(graph, stream, stopwatch, dsa.name, f"cuGraphLaunch, {dsa.name}")
+        yield from _measure_replays(runtime, graph, stopwatch, dsa.name, f"cuGraphLaunch, {dsa.name}")
         with runtime.capture() as graph:
             for _ in range(_SEQUENCE):
                 runtime.launch(prepared)
@@ -115,17 +115,28 @@ def _measure_bindings(runtime: nx.CudaRuntime, bursts: int) -> Iterator[Row]:
         yield Row(what, us, launches=_SEQUENCE, bare=BARE_SEQUENCE, target_ratio=_SEQUENCE_RATIO)
 
 
-def _measure_replays(graph: nx.CapturedGraph, stream: int, stopwatch: Stopwatch, what: str, bare: str) -> Iterator[Row]:
-    """Replays of a graph, and the driver's own launches of the same executable, in turns."""
-    from cuda.bindings import driver
-
-    (segment,) = graph._segments
-    launch = partial(driver.cuGraphLaunch, segment.executable, stream)
-    _checked(launch())
-    ours, theirs = stopwatch.us_in_turns(graph.replay, launch)
+def _measure_replays(
+    runtime: nx.CudaRuntime, graph: nx.CapturedGraph, stopwatch: Stopwatch, what: str, bare: str
+) -> Iterator[Row]:
+    ours, theirs = replay_us(runtime, graph, stopwatch)
     nodes = graph.node_count
     yield Row(bare, theirs, launches=nodes)
     yield Row(f"graph.replay(), {what}", ours, launches=nodes, bare=bare, target_ratio=_REPLAY_RATIO)
+
+
+def replay_us(runtime: nx.CudaRuntime, graph: nx.CapturedGraph, stopwatch: Stopwatch) -> tuple[float, float]:
+    """What a replay of a graph of one segment costs the host, and the driver's own launch of its executable, in turns.
+
+    Microseconds; the driver's is through cuda.bindings and nothing else.
+    """
+    from cuda.bindings import driver
+
+    (segment,) = graph._segments
+    launch = partial(driver.cuGraphLaunch, segment.executable, runtime.stream)
+    with _current_context(runtime):
+        _checked(launch())
+        ours, theirs = stopwatch.us_in_turns(graph.replay, launch)
+    return ours, theirs
 
 
 @contextmanager

@@ -76,6 +76,11 @@ class DsaOperands:
         self._arena = rt.from_array(np.full(size + 2 * _GUARD, _CANARY, np.int64))
         self.output = self._arena.narrow(0, _GUARD, size).reshape(case.expected.shape)
 
+    def rewrite(self, case: DsaCase) -> None:
+        """Another case's inputs, of the same shapes and dtypes, in the place of these."""
+        for tensor, array in zip(self.inputs, case.inputs, strict=True):
+            tensor.copy_from(array)
+
     def selected(self) -> np.ndarray:
         """The output, after a look at the guards."""
         arena = self._arena.numpy()

@@ -7,12 +7,13 @@ Of several medians the best one counts, for whatever else the machine does only 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
 
 import nxrt_cuda as nx
+from benchmarks._launch_ops import Op
+from benchmarks._launch_peers import replay_us
 from benchmarks._stopwatch import BURST, Call, Stopwatch
 from tests.small_kernels import ADD_ONE
 
@@ -43,41 +44,10 @@ def us_of_bursts(rt: nx.CudaRuntime, prepare: Callable[[], Sequence[Call]]) -> f
     return min(stopwatch.us_of_bursts(prepare) for _ in range(_MEDIANS))
 
 
-@dataclass(frozen=True)
-class Operator:
-    """A kernel object, and the tensors that it takes."""
-
-    rt: nx.CudaRuntime
-    kernel: nx.Kernel
-    inputs: tuple[tuple[tuple[int, ...], nx.DataType], ...]
-    output: tuple[tuple[int, ...], nx.DataType]
-
-    @classmethod
-    def attention(cls, rt: nx.CudaRuntime) -> Operator:
-        operand = ((1, 8, 64, 64), nx.float16)
-        return cls(rt, nx.create_kernel(rt, nx.Node("Attention", attributes={"is_causal": 1})), (operand,) * 3, operand)
-
-    @classmethod
-    def dsa(cls, rt: nx.CudaRuntime) -> Operator:
-        node = nx.Node("DsaIndexSelect", domain="pkg.nxrt", attributes={"top_k": 64, "scale": 0.125})
-        inputs = (
-            ((1, 1, 8, 64), nx.bfloat16),
-            ((1, 1024, 64), nx.bfloat16),
-            ((1, 1, 8), nx.bfloat16),
-            ((1, 1, 1, 1024), nx.float32),
-        )
-        return cls(rt, nx.create_kernel(rt, node), inputs, ((1, 1, 1, 64), nx.int64))
-
-    def call(self) -> Call:
-        """An execution on tensors of its own."""
-        inputs = [self.rt.zeros(*operand) for operand in self.inputs]
-        return partial(self.kernel.execute, inputs, [self.rt.empty(*self.output)])
+OPERATORS = [Op.attention, Op.dsa]
 
 
-OPERATORS = [Operator.attention, Operator.dsa]
-
-
-def bare_us(rt: nx.CudaRuntime, operator: Operator) -> float:
+def bare_us(rt: nx.CudaRuntime, operator: Op) -> float:
     """The driver's own launches of what the kernel launched last, through cuda.bindings and nothing else."""
     from cuda.bindings import driver
 
@@ -101,7 +71,7 @@ def bare_us(rt: nx.CudaRuntime, operator: Operator) -> float:
 
 @pytest.mark.parametrize("make", OPERATORS)
 def test_executing_on_the_same_tensors_costs_the_host_little_more_than_its_launches(
-    rt: nx.CudaRuntime, make: Callable[[nx.CudaRuntime], Operator]
+    rt: nx.CudaRuntime, make: Callable[[nx.CudaRuntime], Op]
 ) -> None:
     operator = make(rt)
     execute = operator.call()
@@ -110,27 +80,22 @@ def test_executing_on_the_same_tensors_costs_the_host_little_more_than_its_launc
 
 @pytest.mark.parametrize("make", OPERATORS)
 def test_executing_on_new_tensors_of_the_same_shapes_costs_the_host_at_most_12_us(
-    rt: nx.CudaRuntime, make: Callable[[nx.CudaRuntime], Operator]
+    rt: nx.CudaRuntime, make: Callable[[nx.CudaRuntime], Op]
 ) -> None:
     operator = make(rt)
     execute = operator.call()
     execute()
     execute()
-    us = us_of_bursts(rt, lambda: [operator.call() for _ in range(BURST)])
+    us = us_of_bursts(rt, lambda: operator.calls(BURST))
     execute()
     execute()
     assert us <= max(_NEW_TENSORS_US, _NEW_TENSORS_RATIO * bare_us(rt, operator))
 
 
 def check_replays(rt: nx.CudaRuntime, graph: nx.CapturedGraph) -> None:
-    """Beside the driver's own launch of the same executable, through cuda.bindings and nothing else, in turns."""
-    from cuda.bindings import driver
-
-    (segment,) = graph._segments
-    graph.replay()
+    """Beside the driver's own launch of the same executable."""
     stopwatch = Stopwatch(rt.synchronize, _BURSTS)
-    launch = partial(driver.cuGraphLaunch, segment.executable, rt.stream)
-    medians = [stopwatch.us_in_turns(graph.replay, launch) for _ in range(_MEDIANS)]
+    medians = [replay_us(rt, graph, stopwatch) for _ in range(_MEDIANS)]
     ours, bare = map(min, zip(*medians, strict=True))
     assert ours <= max(_REPLAY_US, _REPLAY_RATIO * bare)
 
@@ -143,7 +108,7 @@ def test_replaying_one_launch_costs_the_host_little_more_than_the_driver(rt: nx.
 
 
 def test_replaying_a_kernel_s_launches_costs_the_host_little_more_than_the_driver(rt: nx.CudaRuntime) -> None:
-    operator = Operator.dsa(rt)
+    operator = Op.dsa(rt)
     execute = operator.call()
     execute()
     with rt.capture([operator.kernel]) as graph:
