@@ -222,8 +222,6 @@ __device__ __forceinline__ void score_keys(
     constexpr int kWidth = kHeadDim / kWarpSize;
     const int lane = threadIdx.x % kWarpSize;
     float* staged = smem.staged[threadIdx.x / kWarpSize];
-    // Asked for now, and added last.
-    const float bias = lane < n && row.bias != nullptr ? row.bias[listed[lane]] : 0.0f;
     ExactRange range;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
@@ -245,6 +243,8 @@ __device__ __forceinline__ void score_keys(
     } else {
         dot_keys<false>(dots, smem, staged);
     }
+    // Asked for now, and added last; any sooner, some kernels run out of registers.
+    const float bias = lane < n && row.bias != nullptr ? row.bias[listed[lane]] : 0.0f;
     __syncwarp();
     // One key's terms lie kHeads + 1 apart from the next one's: four lanes read four banks.
 #pragma unroll
