@@ -581,6 +581,8 @@ __device__ __forceinline__ Summary score_block(
             if (lane == 0) team.tell<false>(smem.sample);
         }
     }
+    // racecheck counts the barriers of a warp, whichever they are: all warpgroups have as many.
+    if (own_tiles * kWarpgroups < n_tiles) named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroup);
     if (last <= 0) {
         hear_bins();
         count_until(own_tiles);
