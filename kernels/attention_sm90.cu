@@ -65,6 +65,10 @@ static_assert(kThreads == kWarpgroup * (1 + kConsumers), "a producer warpgroup a
 // see no more.
 constexpr bool kHasHalves = kCausal && !kHasMask;
 
+// Whether a consumer passes over a block that only other rows of its tile see: the last one of a tile, or with a window
+// the first one. Larger heads gain nothing by it, and three consumers with a mask have no registers for it.
+constexpr bool kMaySkip = kHeadDim <= 64 && (kHasWindow || (kCausal && kTileRows > kBlockKeys && !kHasMask));
+
 // Registers a thread after they are dealt out; the block has 65536.
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -98,6 +102,16 @@ struct Tile {
     __device__ __forceinline__ bool may_be_spoilt() const {
         return !is_careful && (is_partial(last_block) || is_partial(last_block - blocks + 1));
     }
+};
+
+// What a consumer's rows see of a tile.
+struct Share {
+    static constexpr unsigned int kLast = 1;
+    static constexpr unsigned int kFirst = 2;
+
+    unsigned int skips;  // kLast, kFirst: nothing of the tile's last block, of its first
+    int full_begin;      // blocks in [full_begin, full_end) lie within the range of each of these rows
+    int full_end;
 };
 
 constexpr float kLog2E = 1.4426950408889634f;
@@ -145,6 +159,7 @@ struct Smem : OperandBuffers {
     Element mask[kHasMask ? kTileRows : 1][kBlockKeys + 8];
     uint4 spoilt[kQueryStages][kConsumers];  // a word a warp: some of its output may be spoilt
     Tile tiles[kQueryStages];  // with the q buffer of the same index
+    Share shares[kQueryStages][kConsumers];
     ScoreScale scale;  // with softcap, for registers are short
     bool is_careful;   // whether all tiles are from now on: the producer's, for the same reason
     unsigned int found[kValueStages][kCheckers];  // by the checkers in a block of values
@@ -190,7 +205,8 @@ struct Params {
 // Tile `index` of the launch. Planes go in sections whose keys and values fit in the level-2 cache together;
 // within a section the heaviest tiles come first. What is left over goes with the last section: a small one of
 // its own would end the launch with heavy tiles.
-__device__ __forceinline__ void make_tile(Tile& tile, const Params& params, unsigned int index) {
+__device__ __forceinline__ void make_tile(
+    Tile& tile, Share (&shares)[kConsumers], const Params& params, unsigned int index) {
     const unsigned int row_tiles = (params.sq + kTileRows - 1) / kTileRows;
     const unsigned int planes = params.tiles / row_tiles;
     const unsigned int last_section = planes / params.planes_per_section - 1;
@@ -219,6 +235,18 @@ __device__ __forceinline__ void make_tile(Tile& tile, const Params& params, unsi
     tile.full_begin = (last_range.begin + kBlockKeys - 1) / kBlockKeys;
     tile.last_block = last_block;
     tile.blocks = last_block - first_block + 1;
+#pragma unroll
+    for (int consumer = 0; consumer < kConsumers && kMaySkip; ++consumer) {
+        const int row = min(first + consumer * kRows, params.sq - 1);
+        const KeyRange begins = lengths.range(row, params.local_window);
+        const KeyRange ends = lengths.range(min(row + kRows, params.sq) - 1, params.local_window);
+        const bool skips_first = kHasWindow && static_cast<int>(begins.begin / kBlockKeys) > first_block;
+        const bool skips_last = last_block > first_block + skips_first &&
+                                static_cast<int>(ends.end) <= last_block * kBlockKeys;
+        shares[consumer] = {(skips_last ? Share::kLast : 0) | (skips_first ? Share::kFirst : 0),
+                            static_cast<int>((ends.begin + kBlockKeys - 1) / kBlockKeys),
+                            static_cast<int>(begins.end / kBlockKeys)};
+    }
 }
 
 // Thread 0: load every tile's queries, and its blocks of keys and values in the order of their use. Values
@@ -261,7 +289,7 @@ __device__ __forceinline__ void produce(Smem& smem, const Params& params, const 
         if (spoilt != 0) {
             smem.is_careful = true;
         } else if (index < params.tiles) {
-            make_tile(tile, params, index);
+            make_tile(tile, smem.shares[q_place.stage], params, index);
             // The count wraps to 0 with the last request of the launch: the next launch finds it as this one did.
             index = gridDim.x + atomicInc(params.tile_counter, params.tiles - 1);
         } else {
@@ -934,9 +962,38 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
                   params.sq - mailbox.first - warp_row, params.sk - first_key, params.sk);
     };
 
+    // A tile as far as the consumer's rows see it.
+    unsigned int skips = 0;
+    const auto read_own_tile = [&](unsigned int stage) {
+        Tile own = read_tile(smem.tiles[stage]);
+        if (kMaySkip && own.plane >= 0) {
+            const Share& share = smem.shares[stage][consumer];
+            skips = __shfl_sync(kFullWarp, lane == 0 ? share.skips : 0, 0);
+            own.full_begin = __shfl_sync(kFullWarp, lane == 0 ? share.full_begin : 0, 0);
+            own.full_end = __shfl_sync(kFullWarp, lane == 0 ? share.full_end : 0, 0);
+            own.last_block -= (skips & Share::kLast) != 0;
+            own.blocks -= __popc(skips);
+        }
+        return own;
+    };
+    // Of a block that only other rows see stages are released at once, and turns passed on.
+    const auto skip_key = [&] {
+        mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem.k_empty[k_place.stage]);
+        k_place.advance();
+    };
+    int idle_turns = 0;
+    const auto skip_turns = [&] {
+        for (; kMaySkip && idle_turns > 0; --idle_turns) {
+            take_turn();
+            pass_turn();
+        }
+    };
+
     if (consumer == kConsumers - 1) pass_turn();  // the first turn is the first consumer's
     mbarrier_wait(smem.q_full[0][consumer], 0);
-    Tile tile = read_tile(smem.tiles[0]);
+    Tile tile = read_own_tile(0);
     bool is_under_way = false;  // the tile's first scores
     while (true) {
         if (!is_under_way) {
@@ -944,10 +1001,12 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
                 mbarrier_arrive(smem.q_empty[q_place.stage]);
                 q_place.advance();
                 mbarrier_wait(smem.q_full[q_place.stage][consumer], q_place.parity);
-                tile = read_tile(smem.tiles[q_place.stage]);
+                tile = read_own_tile(q_place.stage);
             }
+            skip_turns();
             if (tile.plane == Tile::kEnd) return;
             if (kHasMask) copy_mask(smem.tiles[q_place.stage], tile.last_block);
+            if (kMaySkip && (skips & Share::kLast)) skip_key();
             mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
             issue_scores(scores, advance(q_descriptor, q_place.stage * kQueryBuffer),
                          advance(k_descriptor, k_place.stage * kKeyBytes));
@@ -956,8 +1015,11 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             if (lane == 0) mbarrier_arrive(smem.k_empty[k_place.stage]);
             k_place.advance();
         }
+        const unsigned int own_skips = skips;
         // Where registers are short, what is not needed in every block is read from the mailbox again.
         const Tile& mailbox = kHasMask || kHasSoftcap || kHasWindow ? smem.tiles[q_place.stage] : tile;
+        // Checkers look at the tile as a whole.
+        const Tile& whole = kMaySkip || kHasMask ? smem.tiles[q_place.stage] : tile;
         LaneRows rows;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -1049,12 +1111,24 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             add_spoilt_values(sums, params.value + plane * params.kv_capacity * kHeadDim, rows, mask_rows,
                               block * kBlockKeys, lane_column);
         };
+        const auto skip_value = [&](int b) {
+            mbarrier_wait(smem.v_full[v_place.stage], v_place.parity);
+            if (whole.is_checked(b)) wait_for_checkers();
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(smem.v_empty[v_place.stage]);
+            v_place.advance();
+        };
+        if (kMaySkip && (own_skips & Share::kLast)) {
+            skip_value(tile.last_block + 1);
+            ++idle_turns;
+        }
+        skip_turns();
         mbarrier_wait(smem.v_full[v_place.stage], v_place.parity);
 
 #pragma unroll 1
         while (block > first_block) {
             mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
-            const unsigned int found = (kHasMask ? mailbox : tile).is_checked(block) ? wait_for_checkers() : 0;
+            const unsigned int found = whole.is_checked(block) ? wait_for_checkers() : 0;
             take_turn();
             issue_scores(scores, advance(q_descriptor, q_place.stage * kQueryBuffer),
                          advance(k_descriptor, k_place.stage * kKeyBytes));
@@ -1084,15 +1158,17 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
             pack_weights(weights, scores);
         }
 
+        if (kMaySkip && (own_skips & Share::kFirst)) skip_key();
         // The last values of this tile, and behind them the first scores of the next. Where there is no next
         // tile the scores are of stale queries, and nobody reads them.
         RingPlace<kQueryStages> next_place = q_place;
         next_place.advance();
         mbarrier_wait(smem.q_full[next_place.stage][consumer], next_place.parity);
-        const Tile next = read_tile(smem.tiles[next_place.stage]);
+        const Tile next = read_own_tile(next_place.stage);
         if (kHasMask && next.plane >= 0) copy_mask(smem.tiles[next_place.stage], next.last_block);
+        if (kMaySkip && next.plane >= 0 && (skips & Share::kLast)) skip_key();
         if (next.plane >= 0) mbarrier_wait(smem.k_full[k_place.stage], k_place.parity);
-        const unsigned int found = (kHasMask ? mailbox : tile).is_checked(block) ? wait_for_checkers() : 0;
+        const unsigned int found = whole.is_checked(block) ? wait_for_checkers() : 0;
         take_turn();
         issue_values(sums, weights, advance(v_descriptor, v_place.stage * kKeyBytes), tile.blocks > 1);
         issue_scores(scores, advance(q_descriptor, next_place.stage * kQueryBuffer),
@@ -1121,6 +1197,10 @@ __device__ __forceinline__ void consume(Smem& smem, const Params& params, const 
                              mailbox.first + consumer * kRows, mailbox.plane);
             }
             tma_store_commit();
+        }
+        if (kMaySkip && (own_skips & Share::kFirst)) {
+            skip_value(first_block - 1);
+            ++idle_turns;
         }
         wgmma_wait<0>();
         pin(scores);

@@ -165,9 +165,10 @@ def shared_bytes(head_dim: int, tiles: Sm90Tiles, *, has_mask: bool) -> int:
     buffers = slab_row * (tiles.query_stages * tiles.queries + blocks * tiles.keys)
     mask = (tiles.queries if has_mask else 1) * (tiles.keys + 8) * float16.itemsize
     mailboxes = (56 + 16 * tiles.consumers) * tiles.query_stages
-    scale_and_findings = div_up(8 * 4 + tiles.value_stages * 3 * 4, 8) * 8
+    shares = 3 * 4 * tiles.consumers * tiles.query_stages
+    words = div_up(shares + 8 * 4 + tiles.value_stages * 3 * 4, 8) * 8
     barriers = 8 * (tiles.query_stages * (tiles.consumers + 1) + 2 * blocks + tiles.value_stages)
-    return div_up(buffers + mask + mailboxes + scale_and_findings + barriers, 16) * 16
+    return div_up(buffers + mask + mailboxes + words + barriers, 16) * 16
 
 
 @dataclass(frozen=True)

@@ -87,12 +87,14 @@ class Place:
 class Tile:
     """Which of a tile's blocks of keys are partial, and whether values that its rows may not see have spoilt it.
 
-    A spoilt tile is handed out again, carefully: then checkers look at the values of partial blocks.
+    A spoilt tile is handed out again, carefully: then checkers look at the values of partial blocks. `skips` says of
+    each consumer whether its rows see none of the first block in the order of use, and none of the last.
     """
 
     partial: tuple[bool, ...]
     is_spoilt: bool = False
     is_careful: bool = False
+    skips: tuple[tuple[bool, bool], ...] = ((False, False),) * 3
 
     @property
     def checked(self) -> tuple[bool, ...]:
@@ -220,6 +222,29 @@ class Kernel:
         tile = self.mailboxes[q.stage]
         is_under_way = False
         stored = 0
+        idle_turns = 0
+
+        def skip_key(place: Place) -> Generator[Condition, None, Place]:
+            yield self.k_full[place.stage].passed(place.parity)
+            self.k_empty[place.stage].arrive()
+            return place.next()
+
+        def skip_value(
+            place: Place, checked: Place, is_checked: bool
+        ) -> Generator[Condition, None, tuple[Place, Place]]:
+            yield self.v_full[place.stage].passed(place.parity)
+            if is_checked:
+                yield self.checked[checked.stage].passed(checked.parity)
+                checked = checked.next()
+            self.v_empty[place.stage].arrive()
+            return place.next(), checked
+
+        def skip_turns(turns: int) -> Generator[Condition, None, int]:
+            for _ in range(turns):
+                yield self.turns[consumer].arrive()
+                next_turn.arrive()
+            return 0
+
         while True:
             if not is_under_way:
                 while tile is IDLE:
@@ -227,8 +252,11 @@ class Kernel:
                     q = q.next()
                     yield self.q_full[q.stage][consumer].passed(q.parity)
                     tile = self.mailboxes[q.stage]
+                idle_turns = yield from skip_turns(idle_turns)
                 if tile is END:
                     return
+                if tile.skips[consumer][0]:
+                    k = yield from skip_key(k)
                 yield self.k_full[k.stage].passed(k.parity)
                 yield self.products[consumer].arrive()
                 yield at_once
@@ -237,12 +265,22 @@ class Kernel:
             if is_under_way:
                 self.q_empty[stored].arrive()
             next_q = q.next()
-            last = len(tile.partial) - 1
+            skips_first, skips_last = tile.skips[consumer]
+            if skips_first:
+                v, checked = yield from skip_value(v, checked, tile.checked[0])
+                idle_turns += 1
+            idle_turns = yield from skip_turns(idle_turns)
             yield self.v_full[v.stage].passed(v.parity)
-            for block, is_checked in enumerate(tile.checked):
+            own = tile.checked[skips_first : len(tile.partial) - skips_last]
+            last = len(own) - 1
+            for block, is_checked in enumerate(own):
                 if block == last:
+                    if skips_last:
+                        k = yield from skip_key(k)
                     yield self.q_full[next_q.stage][consumer].passed(next_q.parity)
                     following = self.mailboxes[next_q.stage]
+                    if following.partial and following.skips[consumer][0]:
+                        k = yield from skip_key(k)
                 if block < last or following.partial:
                     yield self.k_full[k.stage].passed(k.parity)
                 if is_checked:
@@ -262,6 +300,9 @@ class Kernel:
             if tile.is_careful or not tile.is_spoilt:
                 done.append(replace(tile, is_careful=False))
             stored = q.stage
+            if skips_last:
+                v, checked = yield from skip_value(v, checked, tile.checked[-1])
+                idle_turns += 1
             yield at_once
             is_under_way = len(following.partial) > 0
             if is_under_way:
@@ -277,6 +318,17 @@ def at_once() -> bool:
     return True
 
 
+def random_tile(rng: random.Random, consumers: int, share: float, spoilt: float) -> Tile:
+    """One that no consumer skips whole. Ranges move right: a later consumer has the last keys, which come first."""
+    blocks = rng.choice((1, 1, 2, 3, 5))
+    lower, upper = rng.randrange(consumers), rng.randrange(consumers)
+    skips = tuple(
+        (consumer < lower and blocks > 1, consumer > upper and blocks > 1 + (consumer < lower))
+        for consumer in range(consumers)
+    )
+    return Tile(tuple(rng.random() < share for _ in range(blocks)), rng.random() < spoilt, skips=skips)
+
+
 def halts(shape: Sm90Tiles, seed: int, lag: float, releasing: int = CHECKERS) -> bool:
     """Whether some warps wait for ever in a random order of random tiles, in which one warp lags behind.
 
@@ -284,10 +336,7 @@ def halts(shape: Sm90Tiles, seed: int, lag: float, releasing: int = CHECKERS) ->
     """
     rng = random.Random(seed)
     share, spoilt = rng.choice((0.5, 1.0)), rng.choice((0.0, 0.1, 0.5))
-    tiles = [
-        Tile(tuple(rng.random() < share for _ in range(rng.choice((1, 1, 2, 3, 5)))), rng.random() < spoilt)
-        for _ in range(rng.choice((1, 2, 10)))
-    ]
+    tiles = [random_tile(rng, shape.consumers, share, spoilt) for _ in range(rng.choice((1, 2, 10)))]
     kernel = Kernel(shape, tiles, releasing=releasing)
     waiting: dict[Agent, Condition] = dict.fromkeys(kernel.agents(), at_once)
     laggard = rng.choice(list(waiting)[1:])
