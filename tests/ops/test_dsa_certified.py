@@ -627,15 +627,21 @@ def thresholds(lower: Fraction, upper: Fraction, error: Fraction, share: Fractio
     return beyond(least, most, error, share)
 
 
-@pytest.mark.parametrize("share", [0.0, BIAS_ERROR])
-def test_thresholds_decide_what_every_error_up_to_the_greatest_decides(share: float) -> None:
-    """A key beyond them lies beyond every score that a key within the edges may have; and they are not far out."""
-    rng = np.random.default_rng(6)
-    part = Fraction(share)
+def intervals_and_errors(seed: int) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
+    """Lower and upper ends of many magnitudes, and an error, all of them values of f32."""
+    rng = np.random.default_rng(seed)
     for _ in range(2000):
         lower = Fraction(float(np.float32(rng.normal() * np.exp2(rng.integers(-10, 10)))))
         upper = fl(lower + Fraction(float(rng.uniform(0, 1))) * Fraction(2) ** int(rng.integers(-20, 2)))
         error = fl(Fraction(float(rng.uniform(0.1, 1))) * Fraction(2) ** int(rng.integers(-24, 2)))
+        yield lower, upper, error
+
+
+@pytest.mark.parametrize("share", [0.0, BIAS_ERROR])
+def test_thresholds_decide_what_every_error_up_to_the_greatest_decides(share: float) -> None:
+    """A key beyond them lies beyond every score that a key within the edges may have; and they are not far out."""
+    part = Fraction(share)
+    for lower, upper, error in intervals_and_errors(6):
         out, into = thresholds(lower, upper, error, part)
         assert into - part * abs(into) - error >= upper + part * abs(upper) + error
         assert out + part * abs(out) + error <= lower - part * abs(lower) - error
@@ -647,12 +653,8 @@ def test_thresholds_decide_what_every_error_up_to_the_greatest_decides(share: fl
 @pytest.mark.parametrize("share", [0.0, BIAS_ERROR])
 def test_beyond_holds_for_every_error_up_to_the_greatest(share: float) -> None:
     """The lowest strict score of a key above, and the highest of one below; and they are not far out."""
-    rng = np.random.default_rng(7)
     part = Fraction(share)
-    for _ in range(2000):
-        lower = Fraction(float(np.float32(rng.normal() * np.exp2(rng.integers(-10, 10)))))
-        upper = fl(lower + Fraction(float(rng.uniform(0, 1))) * Fraction(2) ** int(rng.integers(-20, 2)))
-        error = fl(Fraction(float(rng.uniform(0.1, 1))) * Fraction(2) ** int(rng.integers(-24, 2)))
+    for lower, upper, error in intervals_and_errors(7):
         below, above = beyond(lower, upper, error, part)
         assert above - part * abs(above) - error >= upper
         assert below + part * abs(below) + error <= lower
